@@ -1,0 +1,1 @@
+"""Bytes and names of a checkpoint folder: headers, shards, index, side files. Knows no storage format."""

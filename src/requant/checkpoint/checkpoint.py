@@ -1,0 +1,171 @@
+"""A checkpoint folder, opened: every header read and checked, not a byte of data."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from requant.checkpoint.faults import Faults
+from requant.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, ShardHeader, TensorRef, check_header
+from requant.checkpoint.index import INDEX_NAME, Index, read_index
+from requant.checkpoint.names import is_private, is_weight_file
+from requant.checkpoint.store import LocalStore
+from requant.errors import CallError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import TracebackType
+
+_FIRST_READ = 1 << 20
+_SUFFIX = ".safetensors"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the headers, the index and config.json say.
+
+    ``shards`` are in the order of their names, ``tensors`` in the order of the shards. ``index`` is None for
+    a single file, ``config`` the bytes of config.json or None; ``notes`` is what the user should know.
+    As a context manager, it closes the store.
+    """
+
+    store: LocalStore
+    shards: tuple[ShardHeader, ...]
+    tensors: dict[str, TensorRef]
+    index: Index | None
+    config: bytes | None
+    notes: tuple[str, ...]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.store.close()
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Read every header of the checkpoint in the folder ``path``; its ``store`` stays open.
+
+    Raises CallError if there is no such folder, and CheckpointError with every problem of every file:
+    ``header-invalid``, ``index-mismatch``, ``name-hostile``.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise CallError(Problem("io", "no such folder", str(root)))
+    store = LocalStore(root)
+    try:
+        with gc_paused():
+            return _open(store)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _open(store: LocalStore) -> Checkpoint:
+    faults, notes = Faults(), list[str]()
+    files = store.files()
+    index, shards = _find_shards(store, files, faults)
+    unread = [file for file in files if is_weight_file(file) and file not in shards and not is_private(file)]
+    if unread:
+        notes.append(f"weight files that are not part of the checkpoint are not read: {', '.join(unread)}")
+    headers, tensors = _read_headers(store, files, shards, faults)
+    faults.check()
+    if index is not None and index.total_size is not None:
+        total_size = sum(header.size - header.data_start for header in headers)
+        if index.total_size != total_size:
+            notes.append(f"{index.file} claims a total_size of {index.total_size}, the tensors have {total_size}")
+    config = store.read("config.json", 0, files["config.json"]) if "config.json" in files else None
+    return Checkpoint(store, headers, tensors, index, config, tuple(notes))
+
+
+def _find_shards(
+    store: LocalStore, files: Mapping[str, int], faults: Faults
+) -> tuple[Index | None, dict[str, list[str] | None]]:
+    """Return the index and, by shard, the tensors it should hold (None: whatever it holds)."""
+    here = [file for file in files if "/" not in file]
+    weights = [file for file in here if file.endswith(_SUFFIX)]
+    indexes = [file for file in here if file.endswith(_SUFFIX + ".index.json")]
+    if INDEX_NAME in indexes:
+        indexes = [INDEX_NAME]
+    if len(indexes) > 1:
+        faults.add("index-mismatch", "several indexes, none of them is " + INDEX_NAME, "", ", ".join(indexes))
+    elif indexes:
+        parsed = read_index(store, indexes[0], files[indexes[0]], faults)
+        if parsed is not None:
+            return parsed[0], dict(parsed[1])
+    elif _SINGLE in weights or len(weights) == 1:
+        return None, {_SINGLE if _SINGLE in weights else weights[0]: None}
+    elif weights:
+        faults.add("index-mismatch", "several weight files and no index", "", ", ".join(weights))
+    else:
+        faults.add("index-mismatch", "no safetensors file", str(store.root))
+    return None, {}
+
+
+def _read_headers(
+    store: LocalStore, files: Mapping[str, int], shards: dict[str, list[str] | None], faults: Faults
+) -> tuple[tuple[ShardHeader, ...], dict[str, TensorRef]]:
+    """Read the headers of ``shards`` and compare them with what the index says; uses ``shards`` up."""
+    headers: list[ShardHeader] = []
+    missing: dict[str, str] = {}
+    surplus: set[str] = set()
+    for shard in list(shards):
+        indexed = shards.pop(shard)  # its half a million names make room for those of the headers
+        if shard not in files:
+            faults.add("index-mismatch", "the index names a file that is not there", shard)
+            continue
+        header = _read_header(store, shard, files[shard], faults)
+        if header is None:
+            continue
+        headers.append(header)
+        held = [tensor.name for tensor in header.tensors]
+        if indexed is not None and indexed != held:  # both are in file order, mostly
+            missing.update(dict.fromkeys(sorted(set(indexed) - set(held)), shard))
+            surplus |= set(held) - set(indexed)
+    _compare(headers, missing, surplus, faults)
+    return tuple(headers), {tensor.name: tensor for header in headers for tensor in header.tensors}
+
+
+def _read_header(store: LocalStore, shard: str, size: int, faults: Faults) -> ShardHeader | None:
+    blob = store.read(shard, 0, min(size, _FIRST_READ))
+    needed = PREFIX_BYTES + int.from_bytes(blob[:PREFIX_BYTES], "little")
+    if len(blob) < needed <= min(size, PREFIX_BYTES + MAX_HEADER_BYTES):
+        blob += store.read(shard, len(blob), needed - len(blob))
+    return check_header(shard, blob, size, faults)
+
+
+def _compare(headers: list[ShardHeader], missing: dict[str, str], surplus: set[str], faults: Faults) -> None:
+    """Report what the index promises and a shard lacks, and what a shard holds beyond that."""
+    found: dict[str, list[str]] = {}
+    for header in headers if surplus else ():
+        for tensor in header.tensors:
+            if tensor.name in surplus:
+                found.setdefault(tensor.name, []).append(header.shard)
+    for name, shards in found.items():
+        place = ", ".join(shards)
+        if name in missing:
+            faults.add("index-mismatch", "not where the index says", name, f"in {place}, not {missing.pop(name)}")
+        elif len(shards) > 1:
+            faults.add("index-mismatch", "in more than one shard", name, place)
+        else:
+            faults.add("index-mismatch", "not in the index", name, f"in {place}")
+    for name, shard in missing.items():
+        faults.add("index-mismatch", "in the index, not in its shard", name, f"not in {shard}")
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Keep the cycle collector from walking a million new objects again and again; none is in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

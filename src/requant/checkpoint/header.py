@@ -1,0 +1,235 @@
+"""The safetensors header: eight bytes of length, a JSON object, spaces.
+
+The format: https://github.com/huggingface/safetensors#format. What is refused here is what the library
+refuses, and what it lets pass although it cannot be meant: duplicate keys, nameless tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from requant.checkpoint.dtypes import payload_bytes
+from requant.checkpoint.faults import Faults
+from requant.checkpoint.strict_json import load_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PREFIX_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""The library's own limit on the JSON."""
+
+
+class TensorRef(NamedTuple):
+    """Where a tensor lies: ``offset`` is absolute in the file ``shard``, ``nbytes`` its size there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """One file's header: ``tensors`` in file order, data from byte ``data_start`` to the file's ``size``.
+
+    ``digest`` is the xxh3-128 (hex) of the bytes before ``data_start``.
+    """
+
+    shard: str
+    size: int
+    data_start: int
+    metadata: dict[str, str]
+    tensors: list[TensorRef]
+    digest: str
+
+
+def encode_header(
+    specs: Iterable[tuple[str, str, tuple[int, ...], int]],
+    metadata: Mapping[str, str],
+    *,
+    residue: int = 0,
+    modulus: int = 8,
+) -> bytes:
+    """Return the header, length prefix included, of a file that holds ``specs`` one after the other.
+
+    ``specs`` are name, dtype, shape and bytes. The fewest spaces follow that make the length ``residue``
+    modulo ``modulus``: with the defaults, these are the bytes that the safetensors library writes.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape, nbytes in specs:
+        start, end = end, end + nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * ((residue - PREFIX_BYTES - len(text)) % modulus)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def parse_header(shard: str, blob: bytes, file_size: int) -> ShardHeader:
+    """Parse and check the header of the file ``shard``: ``blob`` is its beginning, at least the header.
+
+    Raises CheckpointError with every fault of the file, each naming file and tensor (``header-invalid``,
+    ``name-hostile``).
+    """
+    faults = Faults()
+    header = check_header(shard, blob, file_size, faults)
+    faults.check()
+    assert header is not None
+    return header
+
+
+def check_header(shard: str, blob: bytes, file_size: int, faults: Faults) -> ShardHeader | None:
+    """Do what `parse_header` does, but add what is wrong to ``faults`` and then return None."""
+    known = len(faults)
+    refuse = _Refuse(shard, faults)
+    try:
+        data_start = _data_start(blob, file_size)
+        entries = load_object(blob[PREFIX_BYTES:data_start])
+    except ValueError as error:
+        refuse("not a safetensors file", detail=str(error))
+        return None
+
+    metadata = entries.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
+        refuse("__metadata__ is not a map of strings to strings")
+    if "" in entries or "\0" in "".join(entries):
+        for name in entries:
+            if not name or "\0" in name:
+                refuse("tensor name empty or with a NUL", detail=repr(name), code="name-hostile")
+
+    table = _tabulate(entries)
+    complete = table is not None
+    if table is None:
+        for name in list(entries):
+            if _tabulate({name: entries[name]}) is None:
+                refuse("malformed entry", name, repr(entries.pop(name))[:200])
+        table = _tabulate(entries)
+        assert table is not None
+    dtypes, shapes, nbytes = _sizes(table, refuse)
+    _check_places(table, file_size - data_start, complete, refuse)
+    if len(faults) > known:
+        return None
+
+    offsets = (table.begins + data_start).tolist()
+    rows = zip(table.names, dtypes, shapes, repeat(shard), offsets, nbytes, strict=False)
+    refs = list(map(partial(tuple.__new__, TensorRef), rows))  # what _make does, without a frame for each
+    tensors = [refs[i] for i in table.file_order()]
+    digest = xxhash.xxh3_128_hexdigest(blob[:data_start])
+    return ShardHeader(shard, file_size, data_start, metadata, tensors, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refuse:
+    """Records what is wrong with one file."""
+
+    shard: str
+    faults: Faults
+
+    def __call__(self, kind: str, tensor: str = "", detail: str = "", code: str = "header-invalid") -> None:
+        detail = f"in {self.shard}, {detail}" if tensor else detail
+        self.faults.add(code, kind, tensor or self.shard, detail)
+
+
+def _data_start(blob: bytes, file_size: int) -> int:
+    """Return where the data begin; ValueError if that is not in the file."""
+    if blob.startswith(b"version https://git-lfs"):
+        raise ValueError("a Git LFS pointer, not the file itself (git lfs pull fetches it)")
+    if file_size < PREFIX_BYTES:
+        raise ValueError("shorter than eight bytes")
+    length = int.from_bytes(blob[:PREFIX_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length:,} bytes, over the limit of 100 MB")
+    if PREFIX_BYTES + length > min(file_size, len(blob)):
+        raise ValueError(f"truncated: {file_size:,} bytes, {PREFIX_BYTES + length:,} of them header")
+    return PREFIX_BYTES + length
+
+
+_Kind = tuple[str, tuple[int, ...]]
+
+
+class _Table(NamedTuple):
+    """The entries as columns, in the header's order; offsets are int64 and relative to the data start."""
+
+    names: list[str]
+    kinds: list[_Kind]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+    def file_order(self) -> list[int]:
+        """Return the entries' indices as their data lie in the file."""
+        order: list[int] = np.lexsort((self.ends, self.begins)).tolist()
+        return order
+
+
+def _tabulate(entries: Mapping[str, Any]) -> _Table | None:
+    """Return the columns, or None if an entry is none, or has no numbers where they belong (``True``)."""
+    values = entries.values()
+    if not set(map(type, values)) <= {dict}:
+        return None
+    try:
+        dtypes = [entry["dtype"] for entry in values]
+        lists = [entry["shape"] for entry in values]
+        places = [entry["data_offsets"] for entry in values]
+    except KeyError:
+        return None
+    if not (set(map(type, dtypes)) <= {str} and set(map(type, chain(lists, places))) <= {list}):
+        return None
+    if not (set(map(len, places)) <= {2} and set(map(type, chain.from_iterable(chain(lists, places)))) <= {int}):
+        return None
+    try:
+        offsets = np.array(places, np.int64).reshape(-1, 2)
+    except OverflowError:
+        return None
+    if (offsets < 0).any():
+        return None
+    return _Table(list(entries), list(zip(dtypes, map(tuple, lists), strict=True)), *offsets.T)
+
+
+def _sizes(table: _Table, refuse: _Refuse) -> tuple[Sequence[str], Sequence[tuple[int, ...]], Sequence[int]]:
+    """Return the columns dtype, shape and bytes, after comparing the last with the offsets.
+
+    Thousands of tensors are alike: they share one shape tuple, and their size is computed once.
+    """
+    sized: dict[_Kind, tuple[str, tuple[int, ...], int]] = {}
+    senseless: dict[_Kind, str] = {}
+    for kind in set(table.kinds):
+        try:
+            sized[kind] = (*kind, payload_bytes(*kind))
+        except ValueError as error:
+            sized[kind], senseless[kind] = (*kind, -1), str(error)
+    dtypes, shapes, nbytes = zip(*map(sized.__getitem__, table.kinds), strict=True) if sized else ((), (), ())
+    wanted = np.array(nbytes, np.int64)
+    for i in np.flatnonzero((wanted < 0) | (table.ends - table.begins != wanted)).tolist():
+        if (kind := table.kinds[i]) in senseless:
+            refuse("dtype and shape give no size", table.names[i], senseless[kind])
+        else:
+            span = f"[{table.begins[i]}, {table.ends[i]}] for the {nbytes[i]} bytes of {dtypes[i]} {list(shapes[i])}"
+            refuse("data_offsets disagree with dtype and shape", table.names[i], span)
+    return dtypes, shapes, nbytes
+
+
+def _check_places(table: _Table, data_bytes: int, complete: bool, refuse: _Refuse) -> None:
+    """Refuse tensors that end beyond the file and, if no entry was left out, any overlap or gap."""
+    order = table.file_order()
+    begins, ends = table.begins[order], table.ends[order]
+    for i in np.flatnonzero(ends > data_bytes).tolist():
+        refuse("data beyond the end of the file", table.names[order[i]], f"end at {ends[i]:,} of {data_bytes:,} bytes")
+    if complete:
+        before = np.concatenate(([0], ends))
+        for i in np.flatnonzero(begins != before[:-1]).tolist():
+            detail = f"start at {begins[i]:,}, the data before them end at {before[i]:,}"
+            refuse("data overlap or leave a gap", table.names[order[i]], detail)
+        if before[-1] < data_bytes:
+            refuse("bytes after the last tensor", detail=f"{data_bytes - before[-1]:,}")

@@ -1,0 +1,111 @@
+"""What a shard will hold and where, known before its first byte is written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from requant.checkpoint.dtypes import DTYPES
+from requant.checkpoint.fsio import PAGE
+from requant.checkpoint.header import TensorRef, encode_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+class TensorSpec(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class CopyRun(NamedTuple):
+    """Bytes that move unchanged: from ``source_offset`` of the file ``shard`` to ``start`` of the data."""
+
+    shard: str
+    source_offset: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """The tensors of an output shard in their order, and which bytes of it are copies.
+
+    ``starts`` are relative to the data start, which is ``residue`` modulo 4096 (None: any multiple of 8).
+    ``shared_bytes`` then lie in whole 4-KiB pages that a reflinking file system shares with the source.
+    """
+
+    shard: str
+    tensors: tuple[TensorSpec, ...]
+    starts: tuple[int, ...]
+    data_bytes: int
+    metadata: Mapping[str, str]
+    runs: tuple[CopyRun, ...]
+    residue: int | None
+    shared_bytes: int
+
+
+def lay_out(
+    shard: str, new: Sequence[TensorSpec], kept: Sequence[TensorRef], metadata: Mapping[str, str]
+) -> ShardLayout:
+    """Lay out the shard that holds the ``new`` tensors and copies of the ``kept`` ones.
+
+    The order is the safetensors library's, widest dtype first and then by name, so that every tensor starts
+    at a multiple of its item size. Raises ValueError if a name occurs twice.
+    """
+    # Two stable sorts are faster than one by a tuple.
+    placed: list[TensorSpec | TensorRef] = sorted((*new, *kept), key=attrgetter("name"))
+    ranks = {name: -dtype.rank for name, dtype in DTYPES.items()}
+    placed.sort(key=lambda tensor: ranks[tensor.dtype])
+    if len({tensor.name for tensor in placed}) < len(placed):
+        raise ValueError(f"a tensor name occurs twice in {shard}")
+    *starts, data_bytes = accumulate((tensor.nbytes for tensor in placed), initial=0)
+    runs = tuple(_runs(placed, starts))
+    residue, shared_bytes = _best_residue(runs)
+    tensors = tuple(t if isinstance(t, TensorSpec) else TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in placed)
+    return ShardLayout(shard, tensors, tuple(starts), data_bytes, metadata, runs, residue, shared_bytes)
+
+
+def header_bytes(layout: ShardLayout) -> bytes:
+    """Return the shard's header, padded so that its runs move by whole pages where they can."""
+    if layout.residue is None:
+        return encode_header(layout.tensors, layout.metadata)
+    return encode_header(layout.tensors, layout.metadata, residue=layout.residue, modulus=PAGE)
+
+
+def _runs(placed: Sequence[TensorSpec | TensorRef], starts: Sequence[int]) -> Iterable[CopyRun]:
+    """Yield the maximal runs of tensors that are neighbours both in a source file and here."""
+    shard, source, start, nbytes = "", 0, 0, 0
+    for tensor, at in zip(placed, starts, strict=True):
+        if isinstance(tensor, TensorSpec) or not tensor.nbytes:
+            continue
+        if tensor.shard == shard and tensor.offset == source + nbytes and at == start + nbytes:
+            nbytes += tensor.nbytes
+            continue
+        if nbytes:
+            yield CopyRun(shard, source, start, nbytes)
+        _, _, _, shard, source, nbytes = tensor
+        start = at
+    if nbytes:
+        yield CopyRun(shard, source, start, nbytes)
+
+
+def _best_residue(runs: Iterable[CopyRun]) -> tuple[int | None, int]:
+    """Return the data start modulo 4096 that lets the most bytes move by whole pages, and those bytes."""
+    shared: defaultdict[int, int] = defaultdict(int)
+    for run in runs:
+        residue = (run.source_offset - run.start) % PAGE
+        first = -(-run.source_offset // PAGE)
+        last = (run.source_offset + run.nbytes) // PAGE
+        if residue % 8 == 0 and last > first:
+            shared[residue] += (last - first) * PAGE
+    if not shared:
+        return None, 0
+    return max(shared.items(), key=lambda item: (item[1], -item[0]))
