@@ -1,0 +1,103 @@
+"""Which format a weight lies in, told from its parts on disk: suffixes, dtypes and shape ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from requant.checkpoint.header import TensorRef
+from requant.dialects.compressed_tensors import SUFFIXES
+from requant.errors import Problem
+from requant.formats import FLOAT_DTYPES, FORMATS
+
+PAYLOADS = ("weight", "weight_packed")
+PART_SUFFIXES = frozenset(
+    {
+        *PAYLOADS,
+        "weight_scale",
+        "weight_scale_2",
+        "weight_scale_inv",
+        "weight_global_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "input_scale",
+        "input_global_scale",
+        "input_zero_point",
+    }
+)
+"""Last name components that may belong to a quantized weight."""
+
+DEFAULT_DTYPE = "BF16"
+"""The dtype of the scales made from a source that has no float dtype of its own."""
+
+
+class Weight(NamedTuple):
+    """A weight as it lies on disk.
+
+    ``module`` is the name without the part suffix, ``format`` a key of FORMATS or "" where the parts are of no
+    known format, ``shape`` the logical one, ``dtype`` the float dtype of the stored values (dense) or scales;
+    BF16 where the format has no float dtype. ``parts`` follow the format's order.
+    """
+
+    module: str
+    format: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[TensorRef, ...]
+
+
+def recognise(module: str, parts: Mapping[str, TensorRef]) -> Weight | Problem:
+    """Return the weight that ``parts`` (suffix → tensor) store.
+
+    A payload without the scale that its dtype calls for, and a scale without a payload, are problems.
+    Parts of no known format give a weight whose ``format`` is "".
+    """
+    found = _classify(tuple([(suffix, part.dtype, part.shape) for suffix, part in parts.items()]))
+    if found is not None:
+        name, shape, dtype = found
+        return Weight(module, name, shape, dtype, tuple([parts[suffix] for suffix in SUFFIXES[name]]))
+    where = ", ".join(f"{suffix} {part.dtype} {list(part.shape)} in {part.shard}" for suffix, part in parts.items())
+    payload = next((parts[suffix] for suffix in PAYLOADS if suffix in parts), None)
+    if payload is None:
+        remedy = "restore the weight's payload, or delete the stray tensor"
+        return Problem("orphan-part", f"no weight beside {where}", module, remedy)
+    if len(parts) == 1 and payload.dtype not in FLOAT_DTYPES and (payload.dtype in ("U8", "F8_E4M3", "F8_E5M2")):
+        message = f"no scale beside {where}; read without it, every value would be wrong"
+        return Problem("missing-part", message, module, f"restore {module}.weight_scale")
+    rest = (part for part in parts.values() if part is not payload)
+    return Weight(module, "", payload.shape, DEFAULT_DTYPE, (payload, *rest))
+
+
+@lru_cache(maxsize=4096)
+def _classify(
+    signature: tuple[tuple[str, str, tuple[int, ...]], ...],
+) -> tuple[str, tuple[int, ...], str] | None:
+    """Return (format, logical shape, float dtype) of a set of (suffix, dtype, shape), or None."""
+    stored = {suffix: (dtype, shape) for suffix, dtype, shape in signature}
+    for name, suffixes in SUFFIXES.items():
+        if stored.keys() != set(suffixes):
+            continue
+        payload_dtype, payload_shape = stored[suffixes[0]]
+        if name == "dense":
+            if payload_dtype in FLOAT_DTYPES:
+                return name, payload_shape, payload_dtype
+            continue
+        if len(payload_shape) != 2:
+            continue
+        shape = payload_shape[0], payload_shape[1] * FORMATS[name].packing
+        if shape[1] % FORMATS[name].multiple:
+            continue
+        for dtype in FLOAT_DTYPES:
+            wanted = FORMATS[name].parts(shape, dtype)
+            if all(
+                _same_dtype(part.dtype, stored[suffix][0]) and part.shape == stored[suffix][1]
+                for part, suffix in zip(wanted, suffixes, strict=True)
+            ):
+                return name, shape, dtype
+    return None
+
+
+def _same_dtype(wanted: str, stored: str) -> bool:
+    return wanted == stored or (wanted == "U8" and stored == "F8_E8M0")

@@ -1,0 +1,81 @@
+"""What a storage format is: logical parts, a decoder and an encoder over tiles of whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+"""The dtypes in which a weight may be stored unquantized, and in which a scale may be kept."""
+
+NUMPY_BITS: Mapping[str, np.dtype[Any]] = {
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.uint16),
+    "F32": np.dtype(np.uint32),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
+}
+"""safetensors dtype → the unsigned integer in which its bit patterns are handled."""
+
+
+class Part(NamedTuple):
+    """One stored array of a weight.
+
+    ``rows`` weight rows share one row of it, so a tile of weight rows [a, b) needs its rows
+    [a // rows, ceil(b / rows)).
+    """
+
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: int
+
+
+class Tile(NamedTuple):
+    """The bit patterns of some rows of a part: unsigned integers, C-contiguous, and the dtype they spell."""
+
+    bits: NDArray[Any]
+    dtype: str
+
+
+class Format(Protocol):
+    """How a 2-D weight lies on disk. The first part is the payload, the others its scales."""
+
+    @property
+    def name(self) -> str:
+        """The registry's key."""
+        ...
+
+    @property
+    def packing(self) -> int:
+        """Columns of the weight per column of the payload."""
+        ...
+
+    @property
+    def multiple(self) -> int:
+        """What the weight's columns must be a multiple of."""
+        ...
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
+        """Return the arrays that store a weight ``[out, in]`` with scales of ``dtype`` (one of FLOAT_DTYPES)."""
+        ...
+
+    def decode(self, parts: Sequence[Tile], out: Tile) -> None:
+        """Write the values of a tile of rows as bits of ``out.dtype``; F32 gives the stored values exactly."""
+        ...
+
+    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+        """Encode a tile that starts at a multiple of 128 rows; return the first NaN/Inf's flat index, or -1.
+
+        ``reference``: LLM Compressor's arithmetic in the weight's dtype; otherwise float32.
+        """
+        ...
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)

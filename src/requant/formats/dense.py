@@ -1,0 +1,43 @@
+"""Unquantized weights: BF16, F16 and F32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from requant.formats.base import Part, Tile
+
+VALUE_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+
+
+class Dense:
+    """``weight`` in a float dtype."""
+
+    name = "dense"
+    packing = 1
+    multiple = 1
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
+        """Return the single part, of ``dtype``."""
+        return (Part("weight", dtype, shape, 1),)
+
+    def decode(self, parts: Sequence[Tile], out: Tile) -> None:
+        """Convert to ``out.dtype``, rounding to nearest even where it is narrower."""
+        _convert(parts[0], out)
+
+    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+        """Convert to the part's dtype; there is no scale, so the two arithmetics are one."""
+        _convert(weight, parts[0])
+        return -1
+
+
+def _convert(source: Tile, out: Tile) -> None:
+    values = source.bits.view(VALUE_DTYPES[source.dtype])
+    np.copyto(out.bits.view(VALUE_DTYPES[out.dtype]), values, casting="unsafe")

@@ -1,0 +1,36 @@
+"""MXFP4: two E2M1 codes a byte, one E8M0 exponent per 32 columns: W = e2m1 * 2^(byte - 127)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from requant.formats.base import Part, Tile
+
+GROUP = 32
+
+
+class Mxfp4:
+    """Codes ``[out, in/2]`` (low nibble: even column), exponents ``[out, in/32]``, both U8."""
+
+    name = "mxfp4"
+    packing = 2
+    multiple = GROUP
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
+        """Return the codes and the exponents; ``in`` must be a multiple of 32."""
+        rows, columns = shape
+        return Part("packed", "U8", (rows, columns // 2), 1), Part("scale", "U8", (rows, columns // GROUP), 1)
+
+    def decode(self, parts: Sequence[Tile], out: Tile) -> None:
+        """Expand to ``out.dtype``; exact in BF16 for exponent bytes up to 252, always in F32."""
+        from requant.kernels import mxfp4
+
+        packed, exponents = parts
+        mxfp4.decode(packed.bits, exponents.bits, out.bits, out.dtype)
+
+    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+        """Take the exponent from each group's largest magnitude and round to nearest even."""
+        from requant.kernels import mxfp4
+
+        packed, exponents = parts
+        return mxfp4.encode(weight.bits, weight.dtype, packed.bits, exponents.bits)
