@@ -1,0 +1,1 @@
+"""The user's wish: which modules become what, and how strictly."""
