@@ -1,0 +1,1 @@
+"""Planning: everything that headers can decide, before a byte of data is read."""
