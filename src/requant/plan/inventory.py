@@ -1,0 +1,50 @@
+"""The inventory: which weight lies in which format, and which tensors belong to no weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from requant.checkpoint.checkpoint import Checkpoint
+from requant.checkpoint.header import TensorRef
+from requant.dialects.recognise import PART_SUFFIXES, Weight, recognise
+from requant.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Every tensor of a checkpoint, once: as a part of a weight, or among the ``others`` (biases, A_log …).
+
+    Weights are in the order of their first part in the shards.
+    """
+
+    weights: list[Weight]
+    others: list[TensorRef]
+    problems: list[Problem]
+
+
+def take_inventory(checkpoint: Checkpoint) -> Inventory:
+    """Group the tensors into weights; a missing or orphaned part is a problem."""
+    modules: dict[str, dict[str, TensorRef]] = {}
+    others: list[TensorRef] = []
+    banks: list[Weight] = []  # all experts of a layer in one tensor, named without a part suffix
+    for shard in checkpoint.shards:
+        for tensor in shard.tensors:
+            module, _, suffix = tensor.name.rpartition(".")
+            if suffix in PART_SUFFIXES and module:
+                parts = modules.get(module)
+                if parts is None:
+                    parts = modules[module] = {}
+                parts[suffix] = tensor
+            elif len(tensor.shape) >= 3 and module.endswith(".experts"):
+                banks.append(Weight(tensor.name, "", tensor.shape, tensor.dtype, (tensor,)))
+            else:
+                others.append(tensor)
+    weights: list[Weight] = banks
+    problems: list[Problem] = []
+    for module, parts in modules.items():
+        found = recognise(module, parts)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            weights.append(found)
+    return Inventory(weights, others, problems)

@@ -1,0 +1,185 @@
+"""The plan: every output shard laid out, every problem found, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from requant.checkpoint.checkpoint import Checkpoint, gc_paused
+from requant.checkpoint.dtypes import payload_bytes
+from requant.checkpoint.header import ShardHeader
+from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
+from requant.dialects.compressed_tensors import part_suffix
+from requant.dialects.recognise import Weight
+from requant.errors import CheckpointError, Problem
+from requant.families.roles import expert_count
+from requant.formats import FLOAT_DTYPES, Part
+from requant.plan.config_edit import edit_config
+from requant.plan.describe import describe, disagreements
+from requant.plan.inventory import take_inventory
+from requant.plan.routes import Route, route_of
+from requant.plan.select import select
+from requant.recipe.recipe import Recipe
+
+_Output = tuple[str, tuple[str, tuple[int, ...], int]]
+"""The suffix of an output part's name, and its dtype, shape and bytes."""
+
+
+class Job(NamedTuple):
+    """A weight to convert, and the output parts that replace it, in the target format's order."""
+
+    weight: Weight
+    route: Route
+    parts: tuple[Part, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One output shard. Without ``jobs`` and with the same tensors as its source it is copied as it is."""
+
+    name: str
+    layout: ShardLayout
+    jobs: list[Job]
+    verbatim: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be done. ``config`` is the new config.json; b"" where a problem kept it from being made."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    shards: list[ShardPlan]
+    config: bytes
+    kept: int
+    kept_reasons: dict[str, int]
+    problems: list[Problem]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documented JSON form; sizes are payload bytes."""
+        jobs = [job for shard in self.shards for job in shard.jobs]
+        bytes_out = sum(shard.layout.data_bytes for shard in self.shards)
+        shared = sum(shard.layout.shared_bytes for shard in self.shards)
+        return {
+            "ok": not self.problems,
+            "bytes_in": sum(tensor.nbytes for tensor in self.checkpoint.tensors.values()),
+            "bytes_read": sum(part.nbytes for job in jobs for part in job.weight.parts),
+            "bytes_out": bytes_out,
+            "bytes_written": bytes_out - shared,
+            "bytes_shared": shared,
+            "tensors_in": len(self.checkpoint.tensors),
+            "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
+            "converted": {self.recipe.scheme.name: len(jobs)} if jobs else {},
+            "routes": dict(Counter(job.route.kind for job in jobs)),
+            "kept": self.kept,
+            "kept_reasons": self.kept_reasons,
+            "problems": [problem.to_json() for problem in self.problems],
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+    """Plan the conversion of an open checkpoint; problems are listed in the plan, not raised."""
+    with gc_paused():
+        return _make_plan(checkpoint, recipe)
+
+
+def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+    config = read_config(checkpoint)
+    experts = expert_count(config)
+    dtype = compute_dtype(config)
+    inventory = take_inventory(checkpoint)
+    selection = select(inventory.weights, recipe, experts)
+    problems = inventory.problems + selection.problems
+    notes = [*checkpoint.notes, *selection.notes, *disagreements(config, inventory.weights)]
+    jobs = _jobs(selection.converted, recipe, dtype)
+    shards = _lay_out(checkpoint, jobs)
+    new_config = b""
+    if not problems:
+        try:
+            quantization = describe(selection.converted, selection.kept, recipe.scheme, config)
+            new_config = edit_config(checkpoint.config or b"", quantization)
+        except CheckpointError as error:
+            problems += error.problems
+    kept = len(selection.kept)
+    return Plan(checkpoint, recipe, shards, new_config, kept, selection.kept_reasons, problems, notes)
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Parse config.json; a missing or broken one is a CheckpointError."""
+    remedy = "a checkpoint needs its config.json; the new quantization_config goes there"
+    if checkpoint.config is None:
+        raise CheckpointError(Problem("missing-part", "there is no config.json", "config.json", remedy))
+    try:
+        config = json.loads(checkpoint.config)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(Problem("header-invalid", f"not JSON: {error}", "config.json", remedy)) from None
+    if not isinstance(config, dict):
+        raise CheckpointError(Problem("header-invalid", "not a JSON object", "config.json", remedy))
+    return config
+
+
+def compute_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that config.json declares for the model (top level or one down); BF16 without one."""
+    names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    for scope in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("dtype", "torch_dtype"):
+            name = scope.get(key)
+            if isinstance(name, str) and name.removeprefix("torch.") in names:
+                return names[name.removeprefix("torch.")]
+    return FLOAT_DTYPES[0]
+
+
+def _jobs(weights: Iterable[Weight], recipe: Recipe, dtype: str) -> list[Job]:
+    """Give every weight its route and its output parts; the work is done once per kind of weight."""
+    kinds: dict[tuple[str, str, tuple[int, ...]], tuple[Route, tuple[Part, ...], list[_Output]]] = {}
+    jobs = []
+    for weight in weights:
+        kind = weight.format, weight.dtype, weight.shape
+        if kind not in kinds:
+            route = route_of(weight, recipe, dtype)
+            parts = route.target.parts((weight.shape[0], weight.shape[1]), route.scale_dtype)
+            outputs = [
+                (part_suffix(route.target.name, index), (part.dtype, part.shape, payload_bytes(part.dtype, part.shape)))
+                for index, part in enumerate(parts)
+            ]
+            kinds[kind] = route, parts, outputs
+        route, parts, outputs = kinds[kind]
+        module = weight.module
+        specs = tuple([TensorSpec(module + suffix, *rest) for suffix, rest in outputs])
+        jobs.append(Job(weight, route, parts, specs))
+    return jobs
+
+
+def _lay_out(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[ShardPlan]:
+    """Give every job to the shard of its payload; a shard that is left without tensors is dropped."""
+    by_shard: dict[str, list[Job]] = {}
+    replaced: set[str] = set()
+    for job in jobs:
+        by_shard.setdefault(job.weight.parts[0].shard, []).append(job)
+        replaced.update(part.name for part in job.weight.parts)
+    plans = []
+    for shard in checkpoint.shards:
+        mine = by_shard.get(shard.shard, [])
+        kept = [tensor for tensor in shard.tensors if tensor.name not in replaced]
+        if len(kept) == len(shard.tensors) and not mine:
+            plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, verbatim=True))
+        elif mine or kept:
+            new = [spec for job in mine for spec in job.specs]
+            layout = lay_out(shard.shard, new, kept, shard.metadata)
+            plans.append(ShardPlan(shard.shard, layout, mine, verbatim=False))
+    return plans
+
+
+def _as_it_is(shard: ShardHeader) -> ShardLayout:
+    """Return the layout of a shard that is copied, header and all, in whatever order its tensors are."""
+    tensors = tuple(TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in shard.tensors)
+    starts = tuple(t.offset - shard.data_start for t in shard.tensors)
+    nbytes = shard.size - shard.data_start
+    run = CopyRun(shard.shard, shard.data_start, 0, nbytes)
+    return ShardLayout(shard.shard, tensors, starts, nbytes, shard.metadata, (run,), None, nbytes)
