@@ -1,0 +1,1 @@
+"""Executing a plan: scan, tiles on threads, journal, commit."""

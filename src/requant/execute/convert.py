@@ -1,0 +1,172 @@
+"""Executing a plan into a folder: shards from tiles, then side files, the index, and config.json last."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from requant.checkpoint.fsio import PAGE
+from requant.checkpoint.layout import CopyRun, header_bytes
+from requant.checkpoint.sidefiles import SideFile
+from requant.checkpoint.store import LocalStore
+from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
+from requant.execute.journal import WORK, Journal
+from requant.execute.pool import run_parallel
+from requant.execute.scratch import Scratch
+from requant.execute.tiles import JobState, Values, convert_tile, tile_rows
+from requant.plan.plan import Plan, ShardPlan
+
+COPY_BYTES = 64 << 20
+"""Kept runs are copied in pieces of this size, so that all workers share them."""
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    """A shard being written; finished by whoever completes its last item."""
+
+    plan: ShardPlan
+    writer: ShardWriter
+    pending: int = 1  # one for the iterator, until it has drawn every item
+    values: Values = field(default_factory=Values)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_Work = Callable[[Scratch], Values]
+
+
+def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[int], None]) -> Values:
+    """Write every shard that the journal does not have; return the fate of all converted values.
+
+    ``advance`` is told output bytes as they come, from any thread. Whatever interrupts this leaves the shards
+    that are done, named in the journal, and nothing else.
+    """
+    open_shards: dict[str, _OpenShard] = {}
+
+    def release(shard: _OpenShard) -> None:
+        with shard.lock:
+            shard.pending -= 1
+            if shard.pending:
+                return
+        shard.writer.finish()
+        del open_shards[shard.plan.name]
+        journal.mark_done(shard.plan.name, shard.values)
+
+    def items() -> Iterator[tuple[_OpenShard, _Work, int]]:
+        for shard_plan in plan.shards:
+            if _is_done(shard_plan, journal):
+                advance(shard_plan.layout.data_bytes)
+                continue
+            shard = open_shards[shard_plan.name] = _open(shard_plan, plan, journal.folder)
+            for work, nbytes in _shard_work(shard, plan):
+                with shard.lock:
+                    shard.pending += 1
+                yield shard, work, nbytes
+            release(shard)
+
+    def run(item: tuple[_OpenShard, _Work, int], scratch: Scratch) -> None:
+        shard, work, nbytes = item
+        values = work(scratch)
+        with shard.lock:
+            shard.values.add(values)
+        advance(nbytes)
+        release(shard)
+
+    try:
+        run_parallel(items(), run, workers)
+    finally:
+        for shard in list(open_shards.values()):
+            shard.writer.discard()
+    total = Values()
+    for values in journal.done.values():
+        total.add(values)
+    return total
+
+
+def commit(plan: Plan, journal: Journal, side_files: list[SideFile]) -> None:
+    """Put side files, index and config.json in place, in this order, and remove the journal.
+
+    A loader that looks before the last step finds no config.json.
+    """
+    for side in side_files:
+        copy_file(plan.checkpoint.store, side.source, journal.folder / side.destination)
+    index = index_json(plan)
+    if index is not None:
+        name, data = index
+        write_atomically(journal.folder / name, data)
+    write_atomically(journal.folder / "config.json", plan.config)
+    journal.close()
+
+
+def index_json(plan: Plan) -> tuple[str, bytes] | None:
+    """Return name and text of the output's index; None for a single file without one."""
+    index = plan.checkpoint.index
+    if index is None:
+        return None
+    weight_map = {spec.name: shard.name for shard in plan.shards for spec in shard.layout.tensors}
+    total = sum(shard.layout.data_bytes for shard in plan.shards)
+    metadata = {**index.metadata, "total_size": total}
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    return index.file, text.encode() + b"\n"
+
+
+def output_files(plan: Plan, side_files: list[SideFile]) -> list[str]:
+    """Return the names of all files that the job writes, relative to its folder."""
+    index = [plan.checkpoint.index.file] if plan.checkpoint.index else []
+    return [
+        *(shard.name for shard in plan.shards),
+        *(side.destination for side in side_files),
+        *index,
+        "config.json",
+    ]
+
+
+def _is_done(shard: ShardPlan, journal: Journal) -> bool:
+    return shard.name in journal.done and (journal.folder / shard.name).is_file()
+
+
+def _open(shard: ShardPlan, plan: Plan, folder: Path) -> _OpenShard:
+    layout = shard.layout
+    if shard.verbatim:
+        source = next(header for header in plan.checkpoint.shards if header.shard == shard.name)
+        header = plan.checkpoint.store.read(shard.name, 0, source.data_start)
+    else:
+        header = header_bytes(layout)
+    final = folder / shard.name
+    temp = folder / WORK / (shard.name.replace("/", "%2F") + ".partial")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    return _OpenShard(shard, ShardWriter(final, temp, layout, header))
+
+
+def _shard_work(shard: _OpenShard, plan: Plan) -> Iterator[tuple[_Work, int]]:
+    """Yield the shard's work in pieces, each with the output bytes that it stands for."""
+    store, writer, layout = plan.checkpoint.store, shard.writer, shard.plan.layout
+    for run in layout.runs:
+        for piece in _pieces(run):
+            yield partial(_copy, writer, store, piece), piece.nbytes
+    start_of = {spec.name: start for spec, start in zip(layout.tensors, layout.starts, strict=True)}
+    for job in shard.plan.jobs:
+        state = JobState(job, tuple(start_of[spec.name] for spec in job.specs))
+        tiles = list(tile_rows(job.weight, job.route.widest_item))
+        state.remaining = len(tiles)
+        nbytes = sum(spec.nbytes for spec in job.specs)
+        for rows in tiles:
+            share = nbytes * (rows.last - rows.first) // job.weight.shape[0]
+            yield partial(convert_tile, state, rows, store, writer), share
+
+
+def _pieces(run: CopyRun) -> Iterator[CopyRun]:
+    """Cut a run at whole pages of its source, so that a file system can share what lies between."""
+    done = 0
+    while done < run.nbytes:
+        nbytes = min(COPY_BYTES - (run.source_offset + done) % PAGE, run.nbytes - done)
+        yield CopyRun(run.shard, run.source_offset + done, run.start + done, nbytes)
+        done += nbytes
+
+
+def _copy(writer: ShardWriter, store: LocalStore, piece: CopyRun, _scratch: Scratch) -> Values:
+    writer.copy(store, piece)
+    return Values()

@@ -1,0 +1,165 @@
+"""The destination while work is under way: whose it is, which shards are done, who holds it.
+
+DST/.requant holds ``journal.json``, the lock and the shards being written; it goes when config.json has come.
+The lock is flock's and dies with its holder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from requant.checkpoint.writer import write_atomically
+from requant.errors import CallError, Problem, SurroundingsError
+from requant.execute.tiles import Values
+from requant.plan.plan import Plan
+from requant.version import __version__
+
+WORK = ".requant"
+_JOURNAL, _LOCK = "journal.json", "lock"
+_NOT_OURS = frozenset({"lost+found"})
+"""Entries that a fresh file system has at its mount point."""
+
+
+@dataclass(slots=True)
+class Journal:
+    """The record of a job: ``files`` it may write, ``done`` shards with the fate of their values."""
+
+    folder: Path
+    fingerprint: str
+    files: list[str]
+    done: dict[str, Values] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def mark_done(self, shard: str, values: Values) -> None:
+        """Record that a shard is in place; durable when this returns."""
+        with self._lock:
+            self.done[shard] = values
+            self.write()
+
+    def write(self) -> None:
+        """Put the journal on disk."""
+        done = {shard: asdict(values) for shard, values in self.done.items()}
+        record = {"fingerprint": self.fingerprint, "files": self.files, "done": done}
+        write_atomically(self.folder / WORK / _JOURNAL, json.dumps(record, indent=1).encode())
+
+    def close(self) -> None:
+        """Remove every trace of work under way."""
+        (self.folder / WORK / _JOURNAL).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / WORK, ignore_errors=True)
+
+
+def read_journal(folder: Path) -> dict[str, Any] | None:
+    """Return the journal of the work under way in ``folder``; None without one."""
+    try:
+        record = json.loads((folder / WORK / _JOURNAL).read_bytes())
+        if not isinstance(record["fingerprint"], str) or not isinstance(record["files"], list):
+            raise TypeError
+        {shard: Values(**values) for shard, values in record["done"].items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
+        message = f"{folder / WORK / _JOURNAL} cannot be read: {error}"
+        raise CallError(Problem("fingerprint", message, remedy="use another DST, or remove this one")) from None
+    return record  # type: ignore[no-any-return]
+
+
+def check_destination(folder: Path, fingerprint: str, restart: bool) -> bool:
+    """Return whether ``folder`` holds this very job, half done; touch nothing.
+
+    CallError if the folder is neither empty nor ours, or holds another job and ``restart`` is not given.
+    """
+    if not folder.is_dir():
+        if folder.exists() or folder.is_symlink():
+            raise CallError(Problem("bad-destination", f"{folder} is not a folder"))
+        return False
+    entries = {entry.name for entry in folder.iterdir()} - _NOT_OURS
+    record = read_journal(folder)
+    if record is None:
+        if entries - {WORK}:
+            remedy = "name a new or empty folder"
+            raise CallError(Problem("bad-destination", f"{folder} is neither empty nor work under way", remedy=remedy))
+        return False
+    if record["fingerprint"] != fingerprint and not restart:
+        message = f"{folder} holds an unfinished job with other options, another version or another source"
+        remedy = "finish it with its own options, or --restart to discard it"
+        raise CallError(Problem("fingerprint", message, remedy=remedy))
+    return record["fingerprint"] == fingerprint and not restart
+
+
+@contextlib.contextmanager
+def claim(folder: Path, fingerprint: str, files: Sequence[str], restart: bool) -> Iterator[Journal]:
+    """Lock ``folder`` (made if need be) and yield its journal, new or continued."""
+    try:
+        (folder / WORK).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SurroundingsError(Problem("io", f"{folder}: {error.strerror}")) from error
+    with _locked(folder / WORK / _LOCK, folder):
+        resume = check_destination(folder, fingerprint, restart)
+        record = read_journal(folder)
+        if record is not None and not resume:
+            _clear(folder, record)
+        journal = Journal(folder, fingerprint, sorted(files))
+        if record is not None and resume:
+            journal.done = {shard: Values(**values) for shard, values in record["done"].items()}
+        journal.write()
+        for stale in (folder / WORK).glob("*.partial"):
+            stale.unlink()
+        yield journal
+
+
+@contextlib.contextmanager
+def _locked(path: Path, folder: Path) -> Iterator[None]:
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            message = f"another process works in {folder}"
+            raise SurroundingsError(Problem("locked", message, remedy="wait for it, or stop it")) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _clear(folder: Path, record: dict[str, Any]) -> None:
+    """Remove what the recorded job may have written, and nothing else."""
+    for name in record["files"]:
+        path = folder / name
+        if path.resolve().is_relative_to(folder.resolve()):
+            path.unlink(missing_ok=True)
+    (folder / WORK / _JOURNAL).unlink()
+
+
+def fingerprint_of(plan: Plan) -> str:
+    """Return what makes a job the same job: version, recipe, and the source's headers and config."""
+    checkpoint, recipe = plan.checkpoint, plan.recipe
+    wish = (
+        recipe.scheme.name,
+        [pattern.text for pattern in recipe.targets],
+        [pattern.text for pattern in recipe.ignore],
+        recipe.exact,
+        recipe.on_over_span,
+        recipe.arithmetic,
+    )
+    shards = [(shard.shard, shard.size, shard.digest) for shard in checkpoint.shards]
+    config = xxhash.xxh3_128_hexdigest(checkpoint.config or b"")
+    return xxhash.xxh3_128_hexdigest(json.dumps([__version__, wish, shards, config]).encode())
+
+
+def free_space(folder: Path) -> int:
+    """Return the bytes free where ``folder`` is, or will be."""
+    while not folder.exists():
+        folder = folder.absolute().parent
+    return shutil.disk_usage(folder).free
