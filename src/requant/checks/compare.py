@@ -1,0 +1,175 @@
+"""How far two checkpoints are apart, in the values that their weights stand for."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from requant.checkpoint.checkpoint import Checkpoint
+from requant.checkpoint.store import LocalStore
+from requant.dialects.recognise import Weight
+from requant.execute.pool import run_parallel
+from requant.execute.scratch import Scratch
+from requant.execute.tiles import Rows, read_weight, tile_rows
+from requant.families.roles import expert_count, role_of, template
+from requant.formats import FLOAT_DTYPES, FORMATS, Tile
+from requant.plan.inventory import Inventory, take_inventory
+from requant.plan.plan import read_config
+
+
+@dataclass(slots=True)
+class Distance:
+    """Differences over some weights; an SQNR of infinity (no error at all) is None in JSON."""
+
+    weights: int = 0
+    values: int = 0
+    differing: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    max_rel_error: float = 0.0
+
+    def add(self, other: Distance) -> None:
+        """Add another distance to this one."""
+        self.weights += other.weights
+        self.values += other.values
+        self.differing += other.differing
+        self.signal += other.signal
+        self.noise += other.noise
+        self.max_rel_error = max(self.max_rel_error, other.max_rel_error)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantization noise, 10 log10(sum a^2 / sum (a-b)^2), in dB; None without noise."""
+        if self.noise == 0:
+            return None
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documented JSON form; numbers that JSON lacks become null."""
+        sqnr, worst = self.sqnr_db, self.max_rel_error
+        return {
+            "weights": self.weights,
+            "values": self.values,
+            "differing": self.differing,
+            "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
+            "max_rel_error": worst if math.isfinite(worst) else None,
+        }
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The distance in all and by role; ``notes`` name what only one of the two holds, or holds in another shape."""
+
+    total: Distance = field(default_factory=Distance)
+    classes: dict[str, Distance] = field(default_factory=dict)
+    unmatched: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Whether both stand for the same values throughout."""
+        return self.total.differing == 0 and self.unmatched == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        classes = {role: distance.to_json() for role, distance in sorted(self.classes.items())}
+        return {**self.total.to_json(), "unmatched": self.unmatched, "classes": classes, "notes": self.notes}
+
+
+class _Pair(NamedTuple):
+    role: str
+    a: Weight
+    b: Weight
+
+
+def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, advance: Callable[[int], None]) -> Comparison:
+    """Decode every weight of both to float32 and compare; ``advance`` is told the bytes of ``a`` done."""
+    result = Comparison()
+    lock = threading.Lock()
+
+    def measure(pair: _Pair, scratch: Scratch) -> None:
+        distance = _distance(a.store, pair.a, b.store, pair.b, scratch)
+        with lock:
+            result.total.add(distance)
+            result.classes.setdefault(pair.role, Distance()).add(distance)
+        advance(sum(part.nbytes for part in pair.a.parts))
+
+    run_parallel(_pairs(a, b, result), measure, workers)
+    return result
+
+
+def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
+    """Pair the weights by module; what has no partner goes into the result's notes."""
+    experts = expert_count(read_config(a)) if a.config is not None else None
+    left, right = _by_module(take_inventory(a)), _by_module(take_inventory(b))
+    unmatched = []
+    for module, weight in left.items():
+        other = right.pop(module, None)
+        if other is None:
+            unmatched.append(f"{module} is in the first only")
+        elif other.shape != weight.shape:
+            unmatched.append(f"{module} is {list(weight.shape)} in the first, {list(other.shape)} in the second")
+        else:
+            yield _Pair(role_of(template(module), weight.shape, experts).name, weight, other)
+    unmatched += [f"{module} is in the second only" for module in right]
+    result.unmatched = len(unmatched)
+    result.notes += unmatched[:20]
+    if len(unmatched) > 20:
+        result.notes.append(f"… and {len(unmatched) - 20} more without a counterpart")
+
+
+def _by_module(inventory: Inventory) -> dict[str, Weight]:
+    """Return all weights by module, and every other tensor as a weight of its own."""
+    weights = {weight.module: weight for weight in inventory.weights}
+    for tensor in inventory.others:
+        format_name = "dense" if tensor.dtype in FLOAT_DTYPES else ""
+        weights[tensor.name] = Weight(tensor.name, format_name, tensor.shape, tensor.dtype, (tensor,))
+    return weights
+
+
+def _distance(store_a: LocalStore, a: Weight, store_b: LocalStore, b: Weight, scratch: Scratch) -> Distance:
+    from requant.kernels import compare
+
+    flat_a, flat_b = _flat(a), _flat(b)
+    distance = Distance(weights=1, values=flat_a.shape[0] * flat_a.shape[1])
+    if not (a.format and b.format):
+        _compare_bytes(store_a, flat_a, store_b, flat_b, distance)
+        return distance
+    for rows in tile_rows(flat_a, 4):
+        first = _values(store_a, flat_a, rows, scratch, "a")
+        second = _values(store_b, flat_b, rows, scratch, "b")
+        differing, signal, noise, worst = compare.accumulate(first.bits.view(np.float32), second.bits.view(np.float32))
+        distance.add(Distance(0, 0, int(differing), float(signal), float(noise), float(worst)))
+    return distance
+
+
+def _flat(weight: Weight) -> Weight:
+    """Return a dense or opaque tensor of any rank as if it had two dimensions; a quantized one has."""
+    if len(weight.shape) == 2:
+        return weight
+    columns = weight.shape[-1] if weight.shape else 1
+    rows = math.prod(weight.shape[:-1])
+    return weight._replace(shape=(rows, columns), parts=(weight.parts[0]._replace(shape=(rows, columns)),))
+
+
+def _values(store: LocalStore, weight: Weight, rows: Rows, scratch: Scratch, slot: str) -> Tile:
+    out = scratch.tile(slot, "F32", rows.last - rows.first, weight.shape[1])
+    FORMATS[weight.format].decode(read_weight(store, weight, rows, scratch), out)
+    return out
+
+
+def _compare_bytes(store_a: LocalStore, a: Weight, store_b: LocalStore, b: Weight, distance: Distance) -> None:
+    """Compare what cannot be decoded; all values of a weight whose bytes are not the same count as differing."""
+    same = len(a.parts) == len(b.parts) and all(
+        (x.name, x.dtype, x.nbytes) == (y.name, y.dtype, y.nbytes)
+        and store_a.read(x.shard, x.offset, x.nbytes) == store_b.read(y.shard, y.offset, y.nbytes)
+        for x, y in zip(a.parts, b.parts, strict=True)
+    )
+    if not same:
+        distance.differing = distance.values
+        distance.max_rel_error = math.inf

@@ -1,0 +1,113 @@
+"""Is a checkpoint whole: headers, index and config agree, every weight has its parts, no scale or value is NaN."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from requant.checkpoint.header import TensorRef
+from requant.errors import CallError, CheckpointError, Problem
+from requant.execute.journal import read_journal
+from requant.execute.pool import run_parallel
+from requant.execute.scratch import Scratch
+from requant.formats import FLOAT_DTYPES, NUMPY_BITS
+from requant.plan.describe import disagreements
+from requant.plan.inventory import Inventory, take_inventory
+from requant.plan.plan import read_config
+
+Level = Literal["headers", "scales", "data"]
+State = Literal["complete", "in-progress", "foreign"]
+
+_PIECE = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """``state``: complete, under work by requant (in-progress), or neither (foreign: no config.json)."""
+
+    state: State
+    problems: list[Problem]
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checkpoint is complete and nothing is wrong with it."""
+        return self.state == "complete" and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        problems = [problem.to_json() for problem in self.problems]
+        return {"ok": self.ok, "state": self.state, "problems": problems, "notes": self.notes}
+
+
+def verify_folder(folder: Path, level: Level, workers: int, advance: Callable[[int], None]) -> Verification:
+    """Verify the checkpoint in ``folder``: its headers, and on top of that all scales, or all data."""
+    if level not in get_args(Level):
+        raise CallError(Problem("bad-option", f"level {level!r}", remedy=f"one of {', '.join(get_args(Level))}"))
+    journal = read_journal(folder)
+    if journal is not None:
+        done = len(journal["done"])
+        message = f"work is under way: {done} shards are in place, config.json is not"
+        remedy = "run the same command again to finish"
+        return Verification("in-progress", [Problem("missing-part", message, "config.json", remedy)], [])
+    state: State = "complete" if (folder / "config.json").is_file() else "foreign"
+    try:
+        with open_checkpoint(folder) as checkpoint:
+            return _verify(checkpoint, state, level, workers, advance)
+    except CheckpointError as error:
+        return Verification(state, list(error.problems), [])
+
+
+def _verify(
+    checkpoint: Checkpoint, state: State, level: Level, workers: int, advance: Callable[[int], None]
+) -> Verification:
+    config = read_config(checkpoint)
+    inventory = take_inventory(checkpoint)
+    problems = list(inventory.problems)
+    notes = [*checkpoint.notes, *disagreements(config, inventory.weights)]
+    unknown = [weight.module for weight in inventory.weights if not weight.format]
+    if unknown:
+        notes.append(f"{len(unknown)} weights are of a format unknown here (the first: {unknown[0]}): not checked")
+    if level != "headers":
+        problems += _find_nan(checkpoint, inventory, level, workers, advance)
+    return Verification(state, problems, notes)
+
+
+def _find_nan(
+    checkpoint: Checkpoint, inventory: Inventory, level: Level, workers: int, advance: Callable[[int], None]
+) -> list[Problem]:
+    from requant.kernels import compare
+
+    wanted = [ref for weight in inventory.weights if weight.format for ref in weight.parts[1:]]
+    scales = {ref.name for ref in wanted}
+    if level == "data":
+        wanted += [weight.parts[0] for weight in inventory.weights]
+        wanted += inventory.others
+    found: list[Problem] = []
+    lock = threading.Lock()
+
+    def look_at(ref: TensorRef, scratch: Scratch) -> None:
+        dtype = "F8_E8M0" if ref.dtype == "U8" and ref.name in scales else ref.dtype
+        if dtype not in (*FLOAT_DTYPES, "F8_E4M3", "F8_E8M0"):
+            advance(ref.nbytes)
+            return
+        width = NUMPY_BITS[dtype].itemsize
+        for start in range(0, ref.nbytes, _PIECE):
+            nbytes = min(_PIECE, ref.nbytes - start)
+            tile = scratch.tile("piece", dtype, 1, nbytes // width)
+            checkpoint.store.read_into(ref.shard, ref.offset + start, tile.bits)
+            bad = compare.first_nonfinite(tile.bits, dtype)
+            advance(nbytes)
+            if bad >= 0:
+                index = start // width + bad
+                message = f"NaN or Inf at element {index} of {list(ref.shape)} {ref.dtype} in {ref.shard}"
+                with lock:
+                    found.append(Problem("nan-or-inf", message, ref.name, "restore the tensor from its source"))
+                return
+
+    run_parallel(wanted, look_at, workers)
+    return sorted(found, key=lambda problem: problem.module)
