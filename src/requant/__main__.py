@@ -1,0 +1,5 @@
+"""``python -m requant``."""
+
+from requant.cli import main
+
+main()

@@ -1,0 +1,230 @@
+"""The user's verbs, as functions: what the command line does, with the flags as keywords."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from requant.checkpoint.checkpoint import open_checkpoint
+from requant.checkpoint.sidefiles import side_files
+from requant.checks.compare import Comparison, compare_checkpoints
+from requant.checks.verify import Level, Verification, verify_folder
+from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
+from requant.execute.convert import commit, output_files, write_shards
+from requant.execute.journal import check_destination, claim, fingerprint_of, free_space
+from requant.execute.pool import default_workers
+from requant.execute.progress import silent
+from requant.execute.scan import scan as scan_scales
+from requant.execute.scan import scanned_bytes
+from requant.execute.tiles import Values
+from requant.plan.inspection import Inspection, inspect_checkpoint
+from requant.plan.plan import Plan, make_plan
+from requant.recipe.recipe import Arithmetic, Exact, OverSpan, make_recipe
+
+StrPath = str | os.PathLike[str]
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Given what is being done and how many bytes it takes, a context whose value is told the bytes done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertResult:
+    """What a conversion did; of a dry run, ``values`` is what a scan foretells, or None without one."""
+
+    plan: Plan
+    values: Values | None
+    seconds: float
+    peak_rss: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        document = self.plan.to_json()
+        if self.values is not None:
+            document["values"] = asdict(self.values)
+        return document | {"seconds": round(self.seconds, 3), "peak_rss": self.peak_rss}
+
+
+@contextlib.contextmanager
+def _unwatched(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
+    yield silent
+
+
+def convert(
+    src: StrPath,
+    dst: StrPath,
+    scheme: str,
+    *,
+    target: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    exact: Exact = "auto",
+    on_over_span: OverSpan = "round",
+    arithmetic: Arithmetic = "reference",
+    workers: int | None = None,
+    dry_run: bool = False,
+    scan: bool = False,
+    restart: bool = False,
+    progress: Progress = _unwatched,
+) -> ConvertResult:
+    """Write the checkpoint in folder ``src`` to folder ``dst``, its weights under ``scheme``.
+
+    ``target`` and ``ignore`` are LLM Compressor's patterns. ``exact``: take exact routes where they exist
+    (auto), never (off), or refuse to round a microscaled source (required). ``dry_run``: plan from headers
+    only; with ``scan`` read the scales of quantized sources, too. An interrupted job continues where it was;
+    ``restart`` discards it. Whatever stands in the way is in the error that is raised before anything is
+    written; only a NaN or Inf in an unquantized source comes to light later.
+    """
+    started = time.monotonic()
+    recipe = make_recipe(scheme, _texts(target), _texts(ignore), exact, on_over_span, arithmetic)
+    workers = _worker_count(workers)
+    source, destination = existing_folder(src), Path(dst)
+    _check_apart(source, destination)
+    with os_errors(), open_checkpoint(source) as checkpoint:
+        plan = make_plan(checkpoint, recipe)
+        if plan.problems:
+            raise CheckpointError(plan.problems, plan.to_json())
+        if dry_run:
+            _check_space(plan, destination, plan.notes)
+            values = _scan(plan, workers, progress, count_over_span=True) if scan else None
+        else:
+            values = _run(plan, destination, workers, scan, restart, progress)
+        return ConvertResult(plan, values, time.monotonic() - started, peak_rss())
+
+
+def _run(
+    plan: Plan, destination: Path, workers: int, count_over_span: bool, restart: bool, progress: Progress
+) -> Values:
+    sides = side_files(plan.checkpoint.store)
+    fingerprint = fingerprint_of(plan)
+    resume = check_destination(destination, fingerprint, restart)
+    if not resume:
+        problems: list[str] = []
+        _check_space(plan, destination, problems)
+        if problems:
+            raise SurroundingsError([Problem("no-space", text) for text in problems], plan.to_json())
+        refuses = plan.recipe.on_over_span == "refuse" or plan.recipe.exact == "required"
+        _scan(plan, workers, progress, count_over_span=count_over_span or refuses)
+    with claim(destination, fingerprint, output_files(plan, sides), restart) as journal:
+        with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
+            values = write_shards(plan, journal, workers, advance)
+        commit(plan, journal, sides)
+    return values
+
+
+def _scan(plan: Plan, workers: int, progress: Progress, *, count_over_span: bool) -> Values:
+    """Scan; return the fate that it foretells, or raise what it found."""
+    with progress("scanning scales", scanned_bytes(plan)) as advance:
+        findings = scan_scales(plan, workers, advance, count_over_span=count_over_span)
+    problems = sorted(findings.problems, key=lambda problem: problem.module)
+    if plan.recipe.on_over_span == "refuse" or plan.recipe.exact == "required":
+        remedy = "--on-over-span round, --exact off, or --ignore it"
+        problems += [
+            Problem("over-span", f"{count} values lie in regions that no exact scale holds", module, remedy)
+            for module, count in sorted(findings.over_span.items())
+        ]
+    if problems:
+        raise CheckpointError(problems, plan.to_json())
+    values = Values(over_span=sum(findings.over_span.values()))
+    for shard in plan.shards:
+        for job in shard.jobs:
+            count = job.weight.shape[0] * job.weight.shape[1]
+            if job.route.exact is None:
+                values.rounded += count
+            else:
+                values.exact += count
+    values.exact -= values.over_span
+    return values
+
+
+def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = _unwatched) -> Comparison:
+    """Decode every weight of the checkpoints in two folders and measure how far they are apart."""
+    with (
+        os_errors(),
+        open_checkpoint(existing_folder(a)) as first,
+        open_checkpoint(existing_folder(b)) as second,
+    ):
+        total = sum(tensor.nbytes for tensor in first.tensors.values())
+        with progress("comparing", total) as advance:
+            return compare_checkpoints(first, second, _worker_count(workers), advance)
+
+
+def inspect(src: StrPath) -> Inspection:
+    """Return what the checkpoint in folder ``src`` holds, from its headers."""
+    with os_errors(), open_checkpoint(existing_folder(src)) as checkpoint:
+        return inspect_checkpoint(checkpoint)
+
+
+def verify(
+    src: StrPath,
+    level: Level = "scales",
+    *,
+    strict: bool = False,
+    workers: int | None = None,
+    progress: Progress = _unwatched,
+) -> Verification:
+    """Check the checkpoint in folder ``src``: headers and config, all scales on top, or all data.
+
+    Nothing that is wrong with it is raised: it is in the result. ``strict`` makes the notes problems.
+    """
+    folder = existing_folder(src)
+    with os_errors(), progress("verifying", 0) as advance:
+        found = verify_folder(folder, level, _worker_count(workers), advance)
+    if strict:
+        notes = [Problem("index-mismatch", note) for note in found.notes]
+        return Verification(found.state, found.problems + notes, [])
+    return found
+
+
+def _worker_count(workers: int | None) -> int:
+    if workers is None:
+        return default_workers()
+    if workers < 1:
+        raise CallError(Problem("bad-option", f"workers {workers}", remedy="at least 1"))
+    return workers
+
+
+def existing_folder(src: StrPath) -> Path:
+    """Return ``src`` as a path; CallError where it is no folder."""
+    path = Path(src)
+    if not path.is_dir():
+        raise CallError(Problem("bad-source", f"{path} is not a folder"))
+    return path
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Turn an OSError that nobody has named better into a SurroundingsError."""
+    try:
+        yield
+    except OSError as error:
+        raise SurroundingsError(Problem("io", f"{error.filename or 'I/O'}: {error.strerror or error}")) from error
+
+
+def peak_rss() -> int:
+    """Return this process's peak resident set in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _texts(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    src, dst = source.resolve(), destination.resolve()
+    if src == dst or src in dst.parents or dst in src.parents:
+        message = f"{destination} and the source {source} lie one in the other"
+        raise CallError(Problem("bad-destination", message, remedy="name a folder of its own"))
+
+
+def _check_space(plan: Plan, destination: Path, complaints: list[str]) -> None:
+    needed = sum(shard.layout.data_bytes for shard in plan.shards)
+    free = free_space(destination)
+    if needed > free:
+        complaints.append(f"the output takes {needed:,} bytes; {free:,} are free at {destination}")

@@ -1,0 +1,220 @@
+"""The command line: parse, call the api, render."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from requant.errors import CallError, Problem, RequantError
+
+_UsageError: Any = typer.BadParameter.__base__
+"""The parser's error; typer brings its own copy of click, under a private name."""
+
+app = typer.Typer(
+    name="requant",
+    help="Rewrite quantized checkpoints straight on the safetensors bytes.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Src = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the checkpoint.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+Workers = Annotated[int | None, typer.Option(help="Threads; default: the CPUs in the affinity mask.", min=1)]
+
+
+@app.command()
+def inspect(src: Src, as_json: Json = False) -> None:
+    """Show what a checkpoint holds: formats, roles, bytes."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+
+        report(api.inspect(src).to_json(), render.inspection)
+
+
+@app.command()
+def convert(
+    src: Src,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder for the output.")],
+    scheme: Annotated[str, typer.Option(help="FP8_BLOCK, FP8_DYNAMIC, …: LLM Compressor's names.")],
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="What to convert; default: Linear. Repeatable."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="What to leave as it is. Repeatable.")
+    ] = None,
+    exact: Annotated[
+        Literal["auto", "off", "required"],
+        typer.Option(help="Exact routes: where they exist, never, or nothing else for a microscaled source."),
+    ] = "auto",
+    on_over_span: Annotated[
+        Literal["round", "refuse"], typer.Option(help="Where an exact route cannot hold a region.")
+    ] = "round",
+    arithmetic: Annotated[
+        Literal["reference", "float32"],
+        typer.Option(help="LLM Compressor's bytes, or closer to the weights."),
+    ] = "reference",
+    workers: Workers = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")] = False,
+    scan: Annotated[bool, typer.Option("--scan", help="Read the scales, too, and count over-span values.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished job in DST.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Rewrite a checkpoint under another scheme into a new folder."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+        from requant.execute.progress import progress
+
+        if scan or not dry_run:
+            _announce_compilation()
+        result = api.convert(
+            src,
+            dst,
+            scheme,
+            target=target or (),
+            ignore=ignore or (),
+            exact=exact,
+            on_over_span=on_over_span,
+            arithmetic=arithmetic,
+            workers=workers,
+            dry_run=dry_run,
+            scan=scan,
+            restart=restart,
+            progress=progress,
+        )
+        report(result.to_json(), render.conversion)
+
+
+@app.command()
+def verify(
+    src: Src,
+    headers: Annotated[bool, typer.Option("--headers", help="Headers, index and config only.")] = False,
+    scales: Annotated[bool, typer.Option("--scales", help="And every scale (the default).")] = False,
+    data: Annotated[bool, typer.Option("--data", help="And every value.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Notes count as problems.")] = False,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Check that a checkpoint is whole."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+        from requant.execute.progress import progress
+
+        if headers + scales + data > 1:
+            raise CallError(Problem("bad-option", "--headers, --scales and --data exclude each other"))
+        level: Literal["headers", "scales", "data"] = "headers" if headers else "data" if data else "scales"
+        if level != "headers":
+            _announce_compilation()
+        found = api.verify(src, level, strict=strict, workers=workers, progress=progress)
+        report(found.to_json(), render.verification, 0 if found.ok else 1)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the other.")],
+    expect: Annotated[
+        Literal["exact"] | None, typer.Option(help="exact: exit with 1 unless every value is the same.")
+    ] = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how far two checkpoints are apart, in decoded values."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+        from requant.execute.progress import progress
+
+        _announce_compilation()
+        found = api.compare(a, b, workers=workers, progress=progress)
+        report(found.to_json(), render.comparison, 1 if expect and not found.exact else 0)
+
+
+@app.command()
+def demo(
+    full_size: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Only write a full-size Kimi-K3 of sparse files (1.56 TB apparent)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a small Kimi-K3-shaped MXFP4 checkpoint, convert it exactly and with rounding, and compare."""
+    with _reporting(as_json) as report:
+        from requant import demo as demonstration
+        from requant import render
+
+        if full_size is not None:
+            report(demonstration.write_full_size(full_size), render.skeleton)
+        else:
+            _announce_compilation()
+            report(demonstration.run(), render.demonstration)
+
+
+_Render = Callable[[dict[str, Any]], None]
+
+
+@contextlib.contextmanager
+def _reporting(as_json: bool) -> Iterator[Callable[..., None]]:
+    """Yield ``report(document, render, exit_code=0)``; whatever goes wrong is reported in the same form."""
+    exit_code = 0
+
+    def report(document: dict[str, Any], render: _Render, code: int = 0) -> None:
+        nonlocal exit_code
+        exit_code = code
+        if as_json:
+            _print_json(document)
+        else:
+            render(document)
+
+    try:
+        yield report
+    except RequantError as error:
+        exit_code = error.exit_code
+        problems = [problem.to_json() for problem in error.problems]
+        if as_json:
+            _print_json({"notes": [], **error.document, "ok": False, "problems": problems})
+        else:
+            from requant import render
+
+            render.problems(problems)
+    except KeyboardInterrupt:
+        exit_code = 130
+        if as_json:
+            _print_json({"ok": False, "problems": [], "notes": ["interrupted; the same command continues"]})
+        else:
+            print("interrupted; the same command continues where it was", file=sys.stderr)
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _announce_compilation() -> None:
+    """Say so where nothing has been compiled yet: the first use of every kernel then takes a second or two."""
+    from requant.kernels.cache import kernels_cached
+
+    if not kernels_cached():
+        print("compiling kernels, once for this version …", file=sys.stderr)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def main() -> None:
+    """Run the command line; a call that cannot be parsed is reported like any other failure."""
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        code = 2
+        if "--json" in sys.argv:
+            problem = Problem("bad-option", error.format_message(), remedy="see --help")
+            _print_json({"ok": False, "problems": [problem.to_json()], "notes": []})
+        else:
+            error.show()
+    sys.exit(code)

@@ -1,0 +1,116 @@
+"""Results for people: compact tables on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+MOST_PROBLEMS = 50
+"""How many problems are printed in full; ``--json`` has them all."""
+
+
+def conversion(document: Mapping[str, Any]) -> None:
+    """Print a plan, or a plan and what came of it."""
+    out = Console(highlight=False)
+    converted = ", ".join(f"{count:,} weights → {name}" for name, count in document["converted"].items())
+    routes = ", ".join(f"{count:,} {name}" for name, count in document["routes"].items())
+    out.print(f"[bold]{converted or 'nothing to convert'}[/bold]" + (f"  (routes: {routes})" if routes else ""))
+    reasons = ", ".join(f"{count:,} {name}" for name, count in sorted(document["kept_reasons"].items()))
+    out.print(f"{document['kept']:,} weights kept" + (f"  ({reasons})" if reasons else ""))
+    table = Table("", "tensors", "bytes", box=None, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    table.add_row("in", f"{document['tensors_in']:,}", f"{document['bytes_in']:,}")
+    table.add_row("out", f"{document['tensors_out']:,}", f"{document['bytes_out']:,}")
+    table.add_row("  read and converted", "", f"{document['bytes_read']:,}")
+    table.add_row("  written", "", f"{document['bytes_written']:,}")
+    table.add_row("  copied in whole pages (shared where files can be)", "", f"{document['bytes_shared']:,}")
+    out.print(table)
+    values = document.get("values")
+    if values is not None:
+        out.print(
+            f"values: {values['exact']:,} exact, {values['rounded']:,} rounded, {values['over_span']:,} over-span"
+        )
+    out.print(f"{document['seconds']:.1f} s, peak {document['peak_rss'] / 1e6:,.0f} MB")
+    _notes(document["notes"])
+
+
+def inspection(document: Mapping[str, Any]) -> None:
+    """Print what a checkpoint holds."""
+    out = Console(highlight=False)
+    family = document["family"] or "unknown family"
+    out.print(f"[bold]{escape(family)}[/bold]: {document['tensors']:,} tensors, {document['bytes']:,} bytes")
+    table = Table("role", "weights", "bytes", "formats", box=None, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for role, share in sorted(document["classes"].items(), key=lambda item: -item[1]["bytes"]):
+        formats = ", ".join(f"{count:,} {name}" for name, count in share["formats"].items())
+        table.add_row(role, f"{share['weights']:,}", f"{share['bytes']:,}", formats)
+    out.print(table)
+    _notes(document["notes"])
+
+
+def verification(document: Mapping[str, Any]) -> None:
+    """Print a verdict and everything behind it."""
+    out = Console(highlight=False)
+    out.print(f"{document['state']}: " + ("[green]whole[/green]" if document["ok"] else "[red]not whole[/red]"))
+    _notes(document["notes"])
+    problems(document["problems"])
+
+
+def comparison(document: Mapping[str, Any]) -> None:
+    """Print how far two checkpoints are apart, in all and by role."""
+    out = Console(highlight=False)
+    table = Table("role", "weights", "values", "differing", "SQNR dB", "max rel. error", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for role, part in (*document["classes"].items(), ("all", document)):
+        exact = part["differing"] == 0
+        sqnr = "exact" if exact else "-" if part["sqnr_db"] is None else f"{part['sqnr_db']:.2f}"
+        worst = "∞" if part["max_rel_error"] is None else f"{part['max_rel_error']:.3g}"
+        table.add_row(role, f"{part['weights']:,}", f"{part['values']:,}", f"{part['differing']:,}", sqnr, worst)
+    out.print(table)
+    _notes(document["notes"])
+
+
+def problems(found: Sequence[Mapping[str, str]]) -> None:
+    """Print problems on stderr, each with its remedy."""
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    for problem in found[:MOST_PROBLEMS]:
+        place = f"{problem['module']}: " if problem["module"] else ""
+        err.print(f"[red]{problem['code']}[/red] {escape(place + problem['message'])}")
+        if problem["remedy"]:
+            err.print(f"    {escape(problem['remedy'])}")
+    if len(found) > MOST_PROBLEMS:
+        err.print(f"… and {len(found) - MOST_PROBLEMS:,} more; --json lists them all")
+
+
+def _notes(notes: Iterable[str]) -> None:
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    for note in notes:
+        err.print(f"[yellow]note[/yellow] {escape(note)}")
+
+
+def skeleton(document: Mapping[str, Any]) -> None:
+    """Print what a checkpoint that has been made consists of."""
+    made = f"{document['tensors']:,} tensors, {document['bytes']:,} bytes in {document['shards']} shards"
+    Console(highlight=False, soft_wrap=True).print(f"{made} → {escape(document['folder'])}")
+
+
+def demonstration(document: Mapping[str, Any]) -> None:
+    """Print the demo: what was made, and both conversions of it."""
+    out = Console(highlight=False)
+    source = document["source"]
+    out.print(f"A small Kimi-K3, routed experts in MXFP4: {source['tensors']:,} tensors, {source['bytes']:,} bytes\n")
+    for label, title in (
+        ("exact", "requant convert … --scheme FP8_BLOCK"),
+        ("rounded", "requant convert … --scheme FP8_BLOCK --exact off   (LLM Compressor's bytes)"),
+    ):
+        out.rule(f"[bold]{escape(title)}", align="left")
+        conversion(document[label]["converted"])
+        out.print()
+        verification(document[label]["verified"])
+        comparison(document[label]["compared"])
+        out.print()

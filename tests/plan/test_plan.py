@@ -1,0 +1,219 @@
+"""Plans: the published sizes of the real model, and what a recipe converts, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import requant
+from parity.checkpoints import Source, write
+from requant import demo
+from requant.engines.resolver import resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def plan(src: Path, tmp_path: Path, scheme: str = "FP8_BLOCK", **options: Any) -> dict[str, Any]:
+    return requant.convert(src, tmp_path / "unused", scheme, dry_run=True, **options).to_json()
+
+
+def codes(error: pytest.ExceptionInfo[requant.RequantError]) -> list[str]:
+    return [problem.code for problem in error.value.problems]
+
+
+def checkpoint(folder: Path, tensors: dict[str, Any], config: dict[str, Any] | None = None) -> Path:
+    return write(Source({"model.safetensors": tensors}, config or {"model_type": "toy"}), folder)
+
+
+def weight(*shape: int) -> Any:
+    return np.ones(shape, BF16)
+
+
+def test_full_size_kimi_k3_is_planned_to_its_published_size_in_bounded_memory(full_size_k3: Path) -> None:
+    """The figures are the published result of this job: 2.82 TB, 247,759 weights."""
+    ignore = [word for pattern in demo.IGNORE for word in ("--ignore", pattern)]
+    command = [sys.executable, "-m", "requant", "convert", str(full_size_k3), "/unused", "--scheme", "FP8_BLOCK"]
+    script = (
+        "import resource, subprocess, sys\n"
+        "code = subprocess.call(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, file=sys.stderr)\n"
+        "sys.exit(code)\n"
+    )
+    run = [sys.executable, "-c", script, *command, *ignore, "--dry-run", "--json"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["converted"] == {"FP8_BLOCK": 247_759}
+    assert found["routes"] == {"exact": 247_296, "reference": 463}
+    assert (found["tensors_in"], found["tensors_out"]) == (497_220, 497_683)
+    assert (found["bytes_in"], found["bytes_out"]) == (1_560_860_324_864, 2_819_870_867_584)
+    assert found["problems"] == []
+    assert int(done.stderr.split()[-1]) < 800e6
+
+
+def test_reading_and_writing_add_up(small_k3: Path, tmp_path: Path) -> None:
+    found = plan(small_k3, tmp_path, ignore=demo.IGNORE)
+    assert found["bytes_written"] + found["bytes_shared"] == found["bytes_out"]
+    assert found["bytes_read"] < found["bytes_in"]
+    assert found["kept"] == sum(found["kept_reasons"].values())
+
+
+DEFAULT_KEPT = {
+    "model.embed_tokens.weight": "embedding",
+    "lm_head.weight": "head",
+    "model.layers.0.mlp.gate.weight": "router",
+    "model.layers.0.mlp.shared_expert_gate.weight": "router",
+    "model.layers.0.input_layernorm.weight": "norm",
+    "model.layers.0.self_attn.q_conv1d.weight": "conv",
+    "model.layers.0.mlp_res_proj.weight": "one-row",
+    "model.layers.0.self_attn.indexer.weights_proj.weight": "indexer",
+    "model.layers.1.eh_proj.weight": "mtp",
+    "vision_tower.blocks.0.wqkv.weight": "vision",
+    "mm_projector.proj.0.weight": "vision",
+    "model.layers.0.table.weight": "not-2d",
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    tensors = {name: weight(8, 64) for name in DEFAULT_KEPT}
+    tensors["model.layers.0.input_layernorm.weight"] = weight(64)
+    tensors["model.layers.0.self_attn.q_conv1d.weight"] = weight(8, 1, 4)
+    tensors["model.layers.0.mlp_res_proj.weight"] = weight(1, 64)
+    tensors["model.layers.0.table.weight"] = weight(2, 8, 64)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = weight(64, 64)
+    tensors["model.layers.0.mlp.gate_proj.weight"] = weight(16, 64)
+    return checkpoint(tmp_path / "toy", tensors, {"model_type": "toy", "num_experts": 8})
+
+
+def test_what_no_engine_quantizes_is_kept(toy: Path, tmp_path: Path) -> None:
+    found = plan(toy, tmp_path)
+    assert found["converted"] == {"FP8_BLOCK": 2}
+    wanted: dict[str, int] = {}
+    for reason in DEFAULT_KEPT.values():
+        wanted[reason] = wanted.get(reason, 0) + 1
+    assert found["kept_reasons"] == wanted
+
+
+@pytest.mark.parametrize("target", ["lm_head", "re:.*lm_head"])
+def test_a_target_overrides_the_default_keeps_and_says_so(toy: Path, tmp_path: Path, target: str) -> None:
+    found = plan(toy, tmp_path, target=[target])
+    assert found["converted"] == {"FP8_BLOCK": 1}
+    assert any("head" in note for note in found["notes"])
+
+
+def test_ignore_has_the_last_word(toy: Path, tmp_path: Path) -> None:
+    found = plan(toy, tmp_path, target=["Linear", "lm_head"], ignore=["lm_head", "re:.*q_proj"])
+    assert found["converted"] == {"FP8_BLOCK": 1}
+    assert found["kept_reasons"]["ignore"] == 2
+
+
+def test_a_router_is_told_by_its_rows(toy: Path, tmp_path: Path) -> None:
+    """A `gate` whose rows are not the number of experts is half of a gated MLP."""
+    config = json.loads((toy / "config.json").read_text())
+    (toy / "config.json").write_text(json.dumps({**config, "num_experts": 16}))
+    assert plan(toy, tmp_path)["converted"] == {"FP8_BLOCK": 3}
+
+
+def test_an_ignore_that_matches_nothing_is_a_note(toy: Path, tmp_path: Path) -> None:
+    found = plan(toy, tmp_path, ignore=["re:.*nowhere.*", "lm_head"])
+    assert [note for note in found["notes"] if "matches nothing" in note] == ["ignore 're:.*nowhere.*' matches nothing"]
+
+
+def test_an_ignore_shadowed_by_another_is_no_note(toy: Path, tmp_path: Path) -> None:
+    assert not any("nothing" in note for note in plan(toy, tmp_path, ignore=["re:.*lm_.*", "lm_head"])["notes"])
+
+
+def test_a_target_that_matches_nothing_is_a_problem(toy: Path, tmp_path: Path) -> None:
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(toy, tmp_path, target=["re:.*q_proj", "nowhere"])
+    assert codes(error) == ["target-matches-nothing"]
+
+
+def test_a_literal_target_that_is_not_2d_is_a_problem(toy: Path, tmp_path: Path) -> None:
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(toy, tmp_path, target=["Linear", "model.layers.0.table"])
+    assert codes(error) == ["not-2d"]
+    assert error.value.problems[0].module == "model.layers.0.table"
+
+
+def test_every_bad_word_of_a_call_is_listed(toy: Path, tmp_path: Path) -> None:
+    with pytest.raises(requant.CallError) as error:
+        plan(toy, tmp_path, scheme="FP9", ignore=["re:(", "re:["], exact="perhaps")
+    assert codes(error) == ["bad-option", "bad-option", "bad-pattern", "bad-pattern"]
+
+
+def test_every_broken_weight_is_listed_at_once(tmp_path: Path) -> None:
+    fp8 = np.zeros((128, 128), ml_dtypes.float8_e4m3fn)
+    tensors = {
+        "a.weight": fp8,
+        "b.weight_scale": weight(4, 1),
+        "c.weight_packed": np.zeros((4, 16), np.uint8),
+        "d.weight_packed": np.zeros((4, 16), np.int32),
+        "d.weight_scale": weight(4, 4),
+        "d.weight_shape": np.zeros(2, np.int64),
+        "fine.weight": weight(64, 64),
+    }
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(checkpoint(tmp_path / "src", tensors), tmp_path)
+    found = {problem.module: problem.code for problem in error.value.problems}
+    assert found == {"a": "missing-part", "b": "orphan-part", "c": "missing-part", "d": "unknown-format"}
+    assert all("model.safetensors" in problem.message for problem in error.value.problems)
+
+
+def test_a_columns_count_that_a_format_cannot_group_is_a_problem(tmp_path: Path) -> None:
+    src = checkpoint(tmp_path / "src", {"m.a.weight": weight(8, 48), "m.b.weight": weight(8, 64)})
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(src, tmp_path, scheme="MXFP4A16")
+    assert [(problem.code, problem.module) for problem in error.value.problems] == [("indivisible", "m.a")]
+    assert plan(src, tmp_path, scheme="MXFP4A16", ignore=["m.a"])["converted"] == {"MXFP4A16": 1}
+
+
+def test_a_config_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
+    src = checkpoint(tmp_path / "src", {"m.a.weight": weight(8, 64)})
+    for text in ("{", "[]", '{"a": 1, "a": 2}'):
+        (src / "config.json").write_text(text)
+        with pytest.raises(requant.CheckpointError):
+            plan(src, tmp_path)
+    (src / "config.json").unlink()
+    with pytest.raises(requant.CheckpointError, match=r"config\.json"):
+        plan(src, tmp_path)
+
+
+def test_a_config_that_disagrees_with_the_tensors_is_a_note(small_k3: Path, tmp_path: Path) -> None:
+    """Kimi-K3's own config forgets its latent projections, residual projections, routers and embeddings."""
+    notes = plan(small_k3, tmp_path, ignore=demo.IGNORE)["notes"]
+    assert any("config.json calls 24 weights quantized that are not" in note for note in notes)
+
+
+def test_a_quantized_weight_that_stays_keeps_its_format_in_the_config(small_k3: Path, tmp_path: Path) -> None:
+    result = requant.convert(
+        small_k3, tmp_path / "unused", "FP8_DYNAMIC", ignore=["re:.*experts.[0-9].*", *demo.IGNORE], dry_run=True
+    )
+    config = json.loads(result.plan.config)["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    formats = {group["format"]: group["input_activations"] for group in config["config_groups"].values()}
+    assert formats["mxfp4-pack-quantized"] is None
+    assert formats["float-quantized"]["strategy"] == "token"
+
+
+def test_a_3d_expert_bank_is_refused_unless_ignored_and_then_described(tmp_path: Path) -> None:
+    """Kept in silence, it would be taken by engines for what the config says of every Linear."""
+    bank = "model.layers.0.mlp.experts.gate_up_proj"
+    src = checkpoint(tmp_path / "src", {bank: weight(4, 16, 64), "model.layers.0.o_proj.weight": weight(8, 64)})
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(src, tmp_path)
+    assert [(problem.code, problem.module) for problem in error.value.problems] == [("unknown-format", bank)]
+    result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
+    config = json.loads(result.plan.config)["quantization_config"]
+    for expert in ("experts.0.gate_proj", "experts.3.up_proj"):
+        assert resolve(config, f"model.layers.0.mlp.{expert}") is None
+    assert resolve(config, "model.layers.0.o_proj") == "group_0"
