@@ -217,3 +217,13 @@ def test_a_3d_expert_bank_is_refused_unless_ignored_and_then_described(tmp_path:
     for expert in ("experts.0.gate_proj", "experts.3.up_proj"):
         assert resolve(config, f"model.layers.0.mlp.{expert}") is None
     assert resolve(config, "model.layers.0.o_proj") == "group_0"
+
+
+def test_a_tied_head_without_a_tensor_is_not_called_quantized(tmp_path: Path) -> None:
+    """transformers builds an lm_head for it, and would wait for its scale."""
+    src = checkpoint(tmp_path / "src", {"model.layers.0.o_proj.weight": weight(8, 64)})
+    result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", dry_run=True)
+    config = json.loads(result.plan.config)["quantization_config"]
+    assert resolve(config, "lm_head") is None
+    assert resolve(config, "language_model.lm_head") is None
+    assert resolve(config, "model.layers.0.o_proj") == "group_0"

@@ -14,6 +14,9 @@ from requant.errors import CheckpointError, Problem
 from requant.plan.config import synthesize
 from requant.schemes import SCHEMES, Scheme
 
+TIED_HEAD = "lm_head"
+"""The output head that engines build for every model; tied to the embeddings, it has no tensor on disk."""
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 FORMAT_SCHEME: Mapping[str, Scheme] = {scheme.format: scheme for scheme in SCHEMES.values()}
@@ -59,6 +62,8 @@ def describe(
         schemes[weight.module] = known[key]
     if problems:
         raise CheckpointError(problems)
+    if not any(module.rpartition(".")[2] == TIED_HEAD for module in schemes):
+        schemes[TIED_HEAD] = None
     return synthesize(schemes)
 
 
