@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from requant import api
+from requant.execute.progress import progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,13 @@ def model_free_ptq(
 ) -> api.ConvertResult:
     """Convert ``model_stub`` (a folder) into ``save_directory`` under ``scheme``.
 
-    The result's notes say what was accepted and not needed: ``device`` and ``converter``. Exact routes are
-    taken where they exist, which LLM Compressor does not do.
+    Exact routes are taken where they exist, which LLM Compressor does not do. Progress and notes go to stderr;
+    ``config``, ``device`` and ``converter`` are accepted, and noted as not needed.
     """
-    result = api.convert(model_stub, save_directory, scheme, ignore=ignore, workers=max_workers)
+    result = api.convert(model_stub, save_directory, scheme, ignore=ignore, workers=max_workers, progress=progress)
     for name, value in (("config", config), ("device", device), ("converter", converter)):
         if value is not None:
             result.plan.notes.append(f"{name} is not needed here and was not used")
+    for note in result.plan.notes:
+        print(f"note {note}", file=sys.stderr)
     return result
