@@ -7,8 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from requant.errors import CallError, CheckpointError, Problem, SurroundingsErro
 from requant.execute.convert import commit, output_files, write_shards
 from requant.execute.journal import check_destination, claim, fingerprint_of, free_space
 from requant.execute.pool import default_workers
-from requant.execute.progress import silent
+from requant.execute.progress import Progress, unwatched
 from requant.execute.scan import scan as scan_scales
 from requant.execute.scan import scanned_bytes
 from requant.execute.tiles import Values
@@ -30,8 +29,6 @@ from requant.plan.plan import Plan, make_plan
 from requant.recipe.recipe import Arithmetic, Exact, OverSpan, make_recipe
 
 StrPath = str | os.PathLike[str]
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Given what is being done and how many bytes it takes, a context whose value is told the bytes done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +48,6 @@ class ConvertResult:
         return document | {"seconds": round(self.seconds, 3), "peak_rss": self.peak_rss}
 
 
-@contextlib.contextmanager
-def _unwatched(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
-    yield silent
-
-
 def convert(
     src: StrPath,
     dst: StrPath,
@@ -70,7 +62,7 @@ def convert(
     dry_run: bool = False,
     scan: bool = False,
     restart: bool = False,
-    progress: Progress = _unwatched,
+    progress: Progress = unwatched,
 ) -> ConvertResult:
     """Write the checkpoint in folder ``src`` to folder ``dst``, its weights under ``scheme``.
 
@@ -142,16 +134,14 @@ def _scan(plan: Plan, workers: int, progress: Progress, *, count_over_span: bool
     return values
 
 
-def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = _unwatched) -> Comparison:
+def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = unwatched) -> Comparison:
     """Decode every weight of the checkpoints in two folders and measure how far they are apart."""
     with (
         os_errors(),
         open_checkpoint(existing_folder(a)) as first,
         open_checkpoint(existing_folder(b)) as second,
     ):
-        total = sum(tensor.nbytes for tensor in first.tensors.values())
-        with progress("comparing", total) as advance:
-            return compare_checkpoints(first, second, _worker_count(workers), advance)
+        return compare_checkpoints(first, second, _worker_count(workers), progress)
 
 
 def inspect(src: StrPath) -> Inspection:
@@ -166,15 +156,15 @@ def verify(
     *,
     strict: bool = False,
     workers: int | None = None,
-    progress: Progress = _unwatched,
+    progress: Progress = unwatched,
 ) -> Verification:
     """Check the checkpoint in folder ``src``: headers and config, all scales on top, or all data.
 
     Nothing that is wrong with it is raised: it is in the result. ``strict`` makes the notes problems.
     """
     folder = existing_folder(src)
-    with os_errors(), progress("verifying", 0) as advance:
-        found = verify_folder(folder, level, _worker_count(workers), advance)
+    with os_errors():
+        found = verify_folder(folder, level, _worker_count(workers), progress)
     if strict:
         notes = [Problem("index-mismatch", note) for note in found.notes]
         return Verification(found.state, found.problems + notes, [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.store import LocalStore
 from requant.dialects.recognise import Weight
 from requant.execute.pool import run_parallel
+from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, read_weight, tile_rows
 from requant.families.roles import expert_count, role_of, template
@@ -87,8 +88,8 @@ class _Pair(NamedTuple):
     b: Weight
 
 
-def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, advance: Callable[[int], None]) -> Comparison:
-    """Decode every weight of both to float32 and compare; ``advance`` is told the bytes of ``a`` done."""
+def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, progress: Progress) -> Comparison:
+    """Decode every weight of both to float32 and compare."""
     result = Comparison()
     lock = threading.Lock()
 
@@ -99,7 +100,9 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, advance: Cal
             result.classes.setdefault(pair.role, Distance()).add(distance)
         advance(sum(part.nbytes for part in pair.a.parts))
 
-    run_parallel(_pairs(a, b, result), measure, workers)
+    total = sum(tensor.nbytes for tensor in a.tensors.values())
+    with progress("comparing", total) as advance:
+        run_parallel(_pairs(a, b, result), measure, workers)
     return result
 
 

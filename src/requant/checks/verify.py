@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +12,7 @@ from requant.checkpoint.header import TensorRef
 from requant.errors import CallError, CheckpointError, Problem
 from requant.execute.journal import read_journal
 from requant.execute.pool import run_parallel
+from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.formats import FLOAT_DTYPES, NUMPY_BITS
 from requant.plan.describe import disagreements
@@ -44,7 +44,7 @@ class Verification:
         return {"ok": self.ok, "state": self.state, "problems": problems, "notes": self.notes}
 
 
-def verify_folder(folder: Path, level: Level, workers: int, advance: Callable[[int], None]) -> Verification:
+def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) -> Verification:
     """Verify the checkpoint in ``folder``: its headers, and on top of that all scales, or all data."""
     if level not in get_args(Level):
         raise CallError(Problem("bad-option", f"level {level!r}", remedy=f"one of {', '.join(get_args(Level))}"))
@@ -57,14 +57,12 @@ def verify_folder(folder: Path, level: Level, workers: int, advance: Callable[[i
     state: State = "complete" if (folder / "config.json").is_file() else "foreign"
     try:
         with open_checkpoint(folder) as checkpoint:
-            return _verify(checkpoint, state, level, workers, advance)
+            return _verify(checkpoint, state, level, workers, progress)
     except CheckpointError as error:
         return Verification(state, list(error.problems), [])
 
 
-def _verify(
-    checkpoint: Checkpoint, state: State, level: Level, workers: int, advance: Callable[[int], None]
-) -> Verification:
+def _verify(checkpoint: Checkpoint, state: State, level: Level, workers: int, progress: Progress) -> Verification:
     config = read_config(checkpoint)
     inventory = take_inventory(checkpoint)
     problems = list(inventory.problems)
@@ -73,12 +71,12 @@ def _verify(
     if unknown:
         notes.append(f"{len(unknown)} weights are of a format unknown here (the first: {unknown[0]}): not checked")
     if level != "headers":
-        problems += _find_nan(checkpoint, inventory, level, workers, advance)
+        problems += _find_nan(checkpoint, inventory, level, workers, progress)
     return Verification(state, problems, notes)
 
 
 def _find_nan(
-    checkpoint: Checkpoint, inventory: Inventory, level: Level, workers: int, advance: Callable[[int], None]
+    checkpoint: Checkpoint, inventory: Inventory, level: Level, workers: int, progress: Progress
 ) -> list[Problem]:
     from requant.kernels import compare
 
@@ -109,5 +107,6 @@ def _find_nan(
                     found.append(Problem("nan-or-inf", message, ref.name, "restore the tensor from its source"))
                 return
 
-    run_parallel(wanted, look_at, workers)
+    with progress("verifying", sum(ref.nbytes for ref in wanted)) as advance:
+        run_parallel(wanted, look_at, workers)
     return sorted(found, key=lambda problem: problem.module)

@@ -7,9 +7,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 LINE_EVERY = 30.0
 """Seconds between plain lines."""
+
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Given what is being done and how many bytes it takes, a context whose value is told the bytes done."""
+
+
+@contextlib.contextmanager
+def unwatched(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
+    """Show nothing: the progress of a caller who does not watch."""
+    yield lambda _nbytes: None
 
 
 @contextlib.contextmanager
@@ -17,10 +28,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yield a thread-safe function that is told how many of ``total`` bytes have been done."""
     with _bar(what, total) if sys.stderr.isatty() else _lines(what, total) as advance:
         yield advance
-
-
-def silent(_nbytes: int) -> None:
-    """Advance nothing: the progress of a caller who does not watch."""
 
 
 @contextlib.contextmanager
