@@ -13,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from requant.checkpoint.checkpoint import open_checkpoint
-from requant.checkpoint.sidefiles import side_files
 from requant.checks.compare import Comparison, compare_checkpoints
 from requant.checks.verify import Level, Verification, verify_folder
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
-from requant.execute.convert import commit, output_files, write_shards
-from requant.execute.journal import check_destination, claim, fingerprint_of, free_space
+from requant.execute.job import lack_of_space, run_job, scan_job
 from requant.execute.pool import default_workers
 from requant.execute.progress import Progress, unwatched
-from requant.execute.scan import scan as scan_scales
-from requant.execute.scan import scanned_bytes
 from requant.execute.tiles import Values
 from requant.plan.inspection import Inspection, inspect_checkpoint
 from requant.plan.plan import Plan, make_plan
@@ -81,57 +77,15 @@ def convert(
         plan = make_plan(checkpoint, recipe)
         if plan.problems:
             raise CheckpointError(plan.problems, plan.to_json())
-        if dry_run:
-            _check_space(plan, destination, plan.notes)
-            values = _scan(plan, workers, progress, count_over_span=True) if scan else None
+        values = None
+        if not dry_run:
+            values = run_job(plan, destination, workers, restart, progress)
         else:
-            values = _run(plan, destination, workers, scan, restart, progress)
+            lack = lack_of_space(plan, destination)
+            plan.notes.extend([lack] if lack else [])
+            if scan:
+                values = scan_job(plan, workers, progress, count_over_span=True)
         return ConvertResult(plan, values, time.monotonic() - started, peak_rss())
-
-
-def _run(
-    plan: Plan, destination: Path, workers: int, count_over_span: bool, restart: bool, progress: Progress
-) -> Values:
-    sides = side_files(plan.checkpoint.store)
-    fingerprint = fingerprint_of(plan)
-    resume = check_destination(destination, fingerprint, restart)
-    if not resume:
-        problems: list[str] = []
-        _check_space(plan, destination, problems)
-        if problems:
-            raise SurroundingsError([Problem("no-space", text) for text in problems], plan.to_json())
-        refuses = plan.recipe.on_over_span == "refuse" or plan.recipe.exact == "required"
-        _scan(plan, workers, progress, count_over_span=count_over_span or refuses)
-    with claim(destination, fingerprint, output_files(plan, sides), restart) as journal:
-        with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
-            values = write_shards(plan, journal, workers, advance)
-        commit(plan, journal, sides)
-    return values
-
-
-def _scan(plan: Plan, workers: int, progress: Progress, *, count_over_span: bool) -> Values:
-    """Scan; return the fate that it foretells, or raise what it found."""
-    with progress("scanning scales", scanned_bytes(plan)) as advance:
-        findings = scan_scales(plan, workers, advance, count_over_span=count_over_span)
-    problems = sorted(findings.problems, key=lambda problem: problem.module)
-    if plan.recipe.on_over_span == "refuse" or plan.recipe.exact == "required":
-        remedy = "--on-over-span round, --exact off, or --ignore it"
-        problems += [
-            Problem("over-span", f"{count} values lie in regions that no exact scale holds", module, remedy)
-            for module, count in sorted(findings.over_span.items())
-        ]
-    if problems:
-        raise CheckpointError(problems, plan.to_json())
-    values = Values(over_span=sum(findings.over_span.values()))
-    for shard in plan.shards:
-        for job in shard.jobs:
-            count = job.weight.shape[0] * job.weight.shape[1]
-            if job.route.exact is None:
-                values.rounded += count
-            else:
-                values.exact += count
-    values.exact -= values.over_span
-    return values
 
 
 def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = unwatched) -> Comparison:
@@ -211,10 +165,3 @@ def _check_apart(source: Path, destination: Path) -> None:
     if src == dst or src in dst.parents or dst in src.parents:
         message = f"{destination} and the source {source} lie one in the other"
         raise CallError(Problem("bad-destination", message, remedy="name a folder of its own"))
-
-
-def _check_space(plan: Plan, destination: Path, complaints: list[str]) -> None:
-    needed = sum(shard.layout.data_bytes for shard in plan.shards)
-    free = free_space(destination)
-    if needed > free:
-        complaints.append(f"the output takes {needed:,} bytes; {free:,} are free at {destination}")

@@ -60,7 +60,7 @@ def scan(plan: Plan, workers: int, advance: Callable[[int], None], *, count_over
 
 
 def _quantized(plan: Plan) -> Iterator[Job]:
-    return (job for shard in plan.shards for job in shard.jobs if job.weight.format != "dense")
+    return (job for job in plan.jobs() if job.weight.format != "dense")
 
 
 def _nan_scale(job: Job, rows: Rows, store: LocalStore, scratch: Scratch) -> Problem | None:

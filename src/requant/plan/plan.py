@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,9 +60,13 @@ class Plan:
     problems: list[Problem]
     notes: list[str]
 
+    def jobs(self) -> Iterator[Job]:
+        """Yield the weights to convert, shard by shard."""
+        return (job for shard in self.shards for job in shard.jobs)
+
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON form; sizes are payload bytes."""
-        jobs = [job for shard in self.shards for job in shard.jobs]
+        jobs = list(self.jobs())
         bytes_out = sum(shard.layout.data_bytes for shard in self.shards)
         shared = sum(shard.layout.shared_bytes for shard in self.shards)
         return {
