@@ -16,7 +16,7 @@ from requant.checkpoint.checkpoint import open_checkpoint
 from requant.checks.compare import Comparison, compare_checkpoints
 from requant.checks.verify import Level, Verification, verify_folder
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
-from requant.execute.job import lack_of_space, run_job, scan_job
+from requant.execute.job import obstacles, run_job, scan_job
 from requant.execute.pool import default_workers
 from requant.execute.progress import Progress, unwatched
 from requant.execute.tiles import Values
@@ -66,7 +66,7 @@ def convert(
     (auto), never (off), or refuse to round a microscaled source (required). ``dry_run``: plan from headers
     only; with ``scan`` read the scales of quantized sources, too. An interrupted job continues where it was;
     ``restart`` discards it. Whatever stands in the way is in the error that is raised before anything is
-    written; only a NaN or Inf in an unquantized source comes to light later.
+    written; only a NaN or Inf among the values themselves comes to light later.
     """
     started = time.monotonic()
     recipe = make_recipe(scheme, _texts(target), _texts(ignore), exact, on_over_span, arithmetic)
@@ -81,8 +81,7 @@ def convert(
         if not dry_run:
             values = run_job(plan, destination, workers, restart, progress)
         else:
-            lack = lack_of_space(plan, destination)
-            plan.notes.extend([lack] if lack else [])
+            plan.notes.extend(obstacles(plan, destination, restart))
             if scan:
                 values = scan_job(plan, workers, progress, count_over_span=True)
         return ConvertResult(plan, values, time.monotonic() - started, peak_rss())

@@ -187,9 +187,14 @@ def _reporting(as_json: bool) -> Iterator[Callable[..., None]]:
     except KeyboardInterrupt:
         exit_code = 130
         if as_json:
-            _print_json({"ok": False, "problems": [], "notes": ["interrupted; the same command continues"]})
+            _print_json({"ok": False, "problems": [], "notes": ["interrupted"]})
         else:
-            print("interrupted; the same command continues where it was", file=sys.stderr)
+            print("interrupted; a conversion continues with the same command", file=sys.stderr)
+    except Exception as error:
+        if as_json:
+            problem = Problem("internal", f"{type(error).__name__}: {error}", remedy="please report this")
+            _print_json({"ok": False, "problems": [problem.to_json()], "notes": []})
+        raise
     if exit_code:
         raise typer.Exit(exit_code)
 

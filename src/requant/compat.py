@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from requant import api
+from requant.errors import CallError, Problem
 from requant.execute.progress import progress
 
 
@@ -22,7 +23,7 @@ class CompressedTensorsDequantizer:
 def model_free_ptq(
     model_stub: str | os.PathLike[str],
     save_directory: str | os.PathLike[str],
-    scheme: str,
+    scheme: str | None = None,
     config: object = None,
     ignore: str | Sequence[str] = (),
     max_workers: int | None = None,
@@ -32,10 +33,14 @@ def model_free_ptq(
     """Convert ``model_stub`` (a folder) into ``save_directory`` under ``scheme``.
 
     Exact routes are taken where they exist, which LLM Compressor does not do. Progress and notes go to stderr;
-    ``config``, ``device`` and ``converter`` are accepted, and noted as not needed.
+    ``device`` and ``converter`` are accepted, and noted as not needed. A ``config`` of several schemes, and a
+    scheme that is no preset's name, are refused with a CallError.
     """
+    if config is not None or not isinstance(scheme, str):
+        message = "only the name of a preset is taken as scheme, and no config"
+        raise CallError(Problem("bad-option", message, remedy="name a scheme such as FP8_BLOCK"))
     result = api.convert(model_stub, save_directory, scheme, ignore=ignore, workers=max_workers, progress=progress)
-    for name, value in (("config", config), ("device", device), ("converter", converter)):
+    for name, value in (("device", device), ("converter", converter)):
         if value is not None:
             result.plan.notes.append(f"{name} is not needed here and was not used")
     for note in result.plan.notes:

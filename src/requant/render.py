@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 MOST_PROBLEMS = 50
-"""How many problems are printed in full; ``--json`` has them all."""
+"""How many problems are printed in full."""
 
 
 def conversion(document: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def problems(found: Sequence[Mapping[str, str]]) -> None:
         if problem["remedy"]:
             err.print(f"    {escape(problem['remedy'])}")
     if len(found) > MOST_PROBLEMS:
-        err.print(f"… and {len(found) - MOST_PROBLEMS:,} more; --json lists them all")
+        err.print(f"… and {len(found) - MOST_PROBLEMS:,} more; see --json")
 
 
 def _notes(notes: Iterable[str]) -> None:

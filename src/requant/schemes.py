@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from requant.dialects.compressed_tensors import CT_FORMAT, Group
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -19,6 +21,11 @@ class Scheme:
     format: str
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None
+
+    @property
+    def group(self) -> Group:
+        """The scheme as a group of a compressed-tensors config."""
+        return Group(CT_FORMAT[self.format], self.weights, self.input_activations)
 
 
 def _args(num_bits: int, type_: str, strategy: str, dynamic: bool, **more: Any) -> Mapping[str, Any]:

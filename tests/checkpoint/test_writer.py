@@ -12,6 +12,7 @@ from safetensors import deserialize
 from safetensors.numpy import load_file, save
 
 from checkpoint.folders import DTYPE_NAMES, Arrays, noise
+from requant.checkpoint import fsio
 from requant.checkpoint.header import parse_header
 from requant.checkpoint.layout import ShardLayout, TensorSpec, header_bytes, lay_out
 from requant.checkpoint.store import LocalStore
@@ -120,7 +121,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
 def test_file_systems_without_preallocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", failing_at(1, number, os.posix_fallocate))
+    monkeypatch.setattr(fsio, "fallocate", failing_at(1, number, fsio.fallocate))
     writer = open_writer(tmp_path)
     assert (tmp_path / "model.partial").stat().st_size == len(BLOB)
     write_all(writer)
@@ -129,8 +130,9 @@ def test_file_systems_without_preallocation(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_systems_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for call in ("posix_fallocate", "posix_fadvise", "copy_file_range"):
+    for call in ("posix_fadvise", "copy_file_range"):
         monkeypatch.delattr(os, call)
+    monkeypatch.setattr(fsio, "fallocate", failing_at(1, errno.ENOSYS, fsio.fallocate))
     (tmp_path / "source.safetensors").write_bytes(BLOB)
     header = parse_header("source.safetensors", BLOB, len(BLOB))
     plan = lay_out("m", [], header.tensors, header.metadata)
@@ -148,7 +150,7 @@ def test_systems_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.
     ("call", "nth"),
     [
         ("open", 1),
-        ("posix_fallocate", 1),
+        ("fallocate", 1),
         *(("pwrite", nth) for nth in (1, 2, 3, 4)),
         ("fsync", 1),
         ("replace", 1),
@@ -161,7 +163,8 @@ def test_systems_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.
 def test_every_refusal_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, nth: int, number: int, code: str
 ) -> None:
-    monkeypatch.setattr(os, call, failing_at(nth, number, getattr(os, call)))
+    owner = fsio if call == "fallocate" else os
+    monkeypatch.setattr(owner, call, failing_at(nth, number, getattr(owner, call)))
     writer = None
     with pytest.raises(SurroundingsError) as caught:
         writer = open_writer(tmp_path)
@@ -174,19 +177,30 @@ def test_every_refusal_names_the_file(
     assert (call, nth) == ("fsync", 2) or list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, "no-space"), (errno.EIO, "io")])
-def test_a_full_disk_while_copying_is_the_target_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str
-) -> None:
+def test_a_full_disk_while_copying_is_the_target_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "source.safetensors").write_bytes(BLOB)
     header = parse_header("source.safetensors", BLOB, len(BLOB))
     plan = lay_out("m", [], header.tensors, {})
     writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan))
-    monkeypatch.setattr(os, "copy_file_range", failing_at(1, number, os.copy_file_range))
+    monkeypatch.setattr(os, "copy_file_range", failing_at(1, errno.ENOSPC, os.copy_file_range))
     with LocalStore(tmp_path) as store, pytest.raises(SurroundingsError) as caught:
         writer.copy(store, plan.runs[0])
     writer.discard()
-    assert [(p.code, p.module) for p in caught.value.problems] == [(code, str(tmp_path / "m.partial"))]
+    assert [(p.code, p.module) for p in caught.value.problems] == [("no-space", str(tmp_path / "m.partial"))]
+
+
+def test_a_bad_sector_while_copying_is_the_source_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's copy does not say which side failed; reading alone does."""
+    (tmp_path / "source.safetensors").write_bytes(BLOB)
+    header = parse_header("source.safetensors", BLOB, len(BLOB))
+    plan = lay_out("m", [], header.tensors, {})
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan))
+    monkeypatch.setattr(os, "copy_file_range", failing_at(1, errno.EIO, os.copy_file_range))
+    monkeypatch.setattr(os, "preadv", failing_at(1, errno.EIO, os.preadv))
+    with LocalStore(tmp_path) as store, pytest.raises(SurroundingsError) as caught:
+        writer.copy(store, plan.runs[0])
+    writer.discard()
+    assert [(p.code, p.module) for p in caught.value.problems] == [("io", "source.safetensors")]
 
 
 def test_small_files_are_replaced_whole(tmp_path: Path) -> None:

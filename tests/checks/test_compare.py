@@ -67,3 +67,37 @@ def test_bytes_that_nobody_can_decode_are_compared_as_bytes(tmp_path: Path) -> N
     two = folder(tmp_path / "b", table=np.arange(6)[::-1].copy(), same=np.arange(5))
     found = requant.compare(one, two).to_json()
     assert (found["values"], found["differing"]) == (11, 6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nan_on_one_side_is_the_worst_distance_not_the_best(tmp_path: Path, bad: float) -> None:
+    broken = np.ones((4, 4), np.float32)
+    broken[1, 1] = bad
+    one, two = folder(tmp_path / "a", m__weight=np.ones((4, 4), np.float32)), folder(tmp_path / "b", m__weight=broken)
+    for first, second in ((one, two), (two, one)):
+        found = requant.compare(first, second).to_json()
+        assert found["differing"] == 1
+        assert found["sqnr_db"] is not None
+        assert found["sqnr_db"] < 0
+
+
+def test_noise_without_a_signal_is_not_perfect(tmp_path: Path) -> None:
+    one = folder(tmp_path / "a", m__weight=np.zeros((4, 4), np.float32))
+    two = folder(tmp_path / "b", m__weight=np.ones((4, 4), np.float32))
+    assert requant.compare(one, two).to_json()["sqnr_db"] < 0
+
+
+def test_checkpoints_with_broken_weights_are_not_compared(tmp_path: Path) -> None:
+    """Two FP8 payloads whose scales are lost are not equal just because nobody can read them."""
+    one = folder(tmp_path / "a", m__weight=np.zeros((4, 4), ml_dtypes.float8_e4m3fn))
+    with pytest.raises(requant.CheckpointError, match="missing-part"):
+        requant.compare(one, one)
+
+
+def test_a_bank_of_experts_is_compared_value_by_value(tmp_path: Path) -> None:
+    bank = np.ones((3, 8, 16), BF16)
+    other = bank.copy()
+    other[2, 7, 15] = 2
+    name = "m__mlp__experts__gate_up_proj"
+    one, two = folder(tmp_path / "a", **{name: bank}), folder(tmp_path / "b", **{name: other})
+    assert requant.compare(one, two).to_json()["differing"] == 1

@@ -88,10 +88,11 @@ def test_rounding_the_experts_costs_what_the_reference_costs(small_k3: Path, tmp
 def test_every_kept_tensor_is_there_byte_for_byte(small_k3: Path, tmp_path: Path) -> None:
     requant.convert(small_k3, tmp_path / "dst", "FP8_BLOCK", ignore=demo.IGNORE)
     before, after = read(small_k3), read(tmp_path / "dst")
-    kept = before.keys() & after.keys()
-    assert sum(before[name] == after[name] for name in kept) >= 113
-    gone = {name.rpartition(".")[0] for name in before.keys() - after.keys()}
-    assert all(module + ".weight" in after and module + ".weight_scale" in after for module in gone)
+    made = {name.rpartition(".")[0] for name in after if name.endswith(".weight_scale")}
+    assert len(made) == 119
+    kept = {name for name in before if name.rpartition(".")[0] not in made}
+    assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
+    assert after.keys() == kept | {module + suffix for module in made for suffix in (".weight", ".weight_scale")}
 
 
 def test_the_bytes_are_the_same_for_any_number_of_workers(small_k3: Path, tmp_path: Path) -> None:
@@ -334,3 +335,10 @@ def test_peak_memory_does_not_depend_on_the_size_of_a_shard(tmp_path: Path) -> N
         peaks.append(int(subprocess.run(run, capture_output=True, text=True, check=True).stdout))
     assert peaks[1] < 500e6
     assert peaks[1] < peaks[0] * 1.25
+
+
+def test_float32_arithmetic_stores_f32_scales_on_exact_routes_too(small_k3: Path, tmp_path: Path) -> None:
+    requant.convert(small_k3, tmp_path / "dst", "FP8_BLOCK", ignore=demo.IGNORE, arithmetic="float32")
+    scales = {tensor.dtype for name, tensor in read(tmp_path / "dst").items() if name.endswith(".weight_scale")}
+    assert scales == {"F32"}
+    assert requant.compare(small_k3, tmp_path / "dst").classes["expert"].differing == 0

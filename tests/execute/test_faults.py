@@ -21,6 +21,7 @@ import requant
 from execute.folders import contents
 from parity.checkpoints import Source, write
 from requant import demo
+from requant.checkpoint import fsio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,12 +55,13 @@ def undisturbed(src: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return contents(dst)
 
 
-WRITING = ["pwrite", "copy_file_range", "fsync", "replace", "posix_fallocate"]
+WRITING = ["pwrite", "copy_file_range", "fsync", "replace", "fallocate"]
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> Callable[[], bool]:
     """Let the nth call of ``os.name`` fail; return a function that tells whether it came to that."""
-    real, calls = getattr(os, name), 0
+    owner = fsio if name == "fallocate" else os
+    real, calls = getattr(owner, name), 0
 
     def failing(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
@@ -68,7 +70,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> 
             raise OSError(code, os.strerror(code))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(os, name, failing)
+    monkeypatch.setattr(owner, name, failing)
     return lambda: calls >= nth
 
 
@@ -88,7 +90,7 @@ def test_a_full_or_broken_disk_at_any_write_is_named_and_survived(
                 assert "config.json" not in os.listdir(dst) or ".requant" in os.listdir(dst)
                 assert all(not file.endswith(".safetensors") for file in os.listdir(dst / ".requant"))
             if not reached():
-                assert nth > 1, f"os.{name} is never called"
+                assert nth > 1, f"{name} is never called"
                 break
         if ".requant" in os.listdir(dst):
             requant.convert(src, dst, "FP8_BLOCK")

@@ -11,24 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from requant.dialects.compressed_tensors import Group
 from requant.engines.resolver import Resolver, name_variants
 from requant.errors import CheckpointError
 from requant.plan.config import synthesize
-from requant.schemes import SCHEMES, Scheme
+from requant.schemes import SCHEMES
 
-BLOCK, CHANNEL, MXFP4 = SCHEMES["FP8_BLOCK"], SCHEMES["FP8_DYNAMIC"], SCHEMES["MXFP4A16"]
+BLOCK, CHANNEL, MXFP4 = (SCHEMES[name].group for name in ("FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16"))
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 ROOTS = ("", "model.", "language_model.model.", "model.language_model.")
 
 
-def answers(config: dict[str, Any], modules: dict[str, Scheme | None]) -> dict[str, Any]:
+def answers(config: dict[str, Any], modules: dict[str, Group | None]) -> dict[str, Any]:
     """What an engine makes of each module: the group's weight arguments and activations, or None."""
     resolver = Resolver(config)
     groups = config["config_groups"]
     return {module: groups.get(resolver(module)) for module in modules}
 
 
-def assert_says(config: dict[str, Any], modules: dict[str, Scheme | None]) -> None:
+def assert_says(config: dict[str, Any], modules: dict[str, Group | None]) -> None:
     for module, group in answers(config, modules).items():
         scheme = modules[module]
         if scheme is None:
@@ -54,7 +55,7 @@ def a_model(root: str = "model.", layers: int = 4, experts: int = 3) -> Iterator
     yield from ("mm_projector.proj.0", "mm_projector.proj.2")
 
 
-def scheme_of(module: str, rules: dict[str, Scheme]) -> Scheme | None:
+def scheme_of(module: str, rules: dict[str, Group]) -> Group | None:
     return next((scheme for pattern, scheme in rules.items() if re.fullmatch(pattern, module)), None)
 
 
@@ -163,7 +164,7 @@ def test_some_layers_only() -> None:
 
 
 def test_some_experts_of_some_layers_only() -> None:
-    modules: dict[str, Scheme | None] = {
+    modules: dict[str, Group | None] = {
         f"model.layers.{layer}.mlp.experts.{expert}.up_proj": (
             MXFP4 if layer in (1, 3) and expert != 2 else CHANNEL if layer == 2 else None
         )
@@ -201,7 +202,7 @@ def test_the_order_of_modules_makes_no_difference() -> None:
 
 
 def test_equal_schemes_are_one() -> None:
-    twin = Scheme(CHANNEL.name, CHANNEL.format, CHANNEL.weights, CHANNEL.input_activations)
+    twin = Group(CHANNEL.format, CHANNEL.weights, CHANNEL.input_activations)
     assert list(synthesize({"a": CHANNEL, "b": twin})["config_groups"]) == ["group_0"]
 
 
@@ -231,7 +232,7 @@ names = st.lists(components, min_size=1, max_size=5).map(".".join)
 
 
 @given(st.dictionaries(names, st.sampled_from([None, CHANNEL, BLOCK, MXFP4]), min_size=1))
-def test_any_names(modules: dict[str, Scheme | None]) -> None:
+def test_any_names(modules: dict[str, Group | None]) -> None:
     """Whatever the names: the configuration says what was asked for, unless modules share names."""
     if not any(modules.values()):
         return
@@ -241,7 +242,7 @@ def test_any_names(modules: dict[str, Scheme | None]) -> None:
         sharing: dict[str, set[str | None]] = {}
         for module, scheme in modules.items():
             for name in name_variants(module):
-                sharing.setdefault(re.sub(r"\b\d+\b", "0", name), set()).add(scheme and scheme.name)
+                sharing.setdefault(re.sub(r"\b\d+\b", "0", name), set()).add(scheme and str(scheme.weights))
         assert any(len(schemes) > 1 for schemes in sharing.values())
 
 
@@ -254,7 +255,7 @@ modules_by_number = st.dictionaries(
 
 
 @given(modules_by_number)
-def test_any_division_of_layers_and_experts(choice: dict[tuple[int, int, str], Scheme | None]) -> None:
+def test_any_division_of_layers_and_experts(choice: dict[tuple[int, int, str], Group | None]) -> None:
     if not any(choice.values()):
         return
     modules = {f"model.layers.{n}.mlp.experts.{e}.{leaf}": scheme for (n, e, leaf), scheme in choice.items()}

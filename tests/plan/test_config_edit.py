@@ -133,8 +133,8 @@ def test_what_looks_like_the_key_is_left_alone() -> None:
         pytest.param(b'{"a": "\xff"}', "UTF-8", id="not UTF-8"),
         pytest.param('{"a": 1}'.encode("utf-16"), "UTF-8", id="UTF-16"),
         pytest.param(b"[" * 200_000, "JSON", id="too deep"),
-        pytest.param(b'{"a": 1, "a": 1}', "'a' twice", id="repeated key"),
-        pytest.param(b'{"t": {"a": 1, "\\u0061": 1}}', "'a' twice", id="repeated key, nested and escaped"),
+        pytest.param(b'{"a": 1, "a": 1}', "duplicate key 'a'", id="repeated key"),
+        pytest.param(b'{"t": {"a": 1, "\\u0061": 1}}', "duplicate key 'a'", id="repeated key, nested and escaped"),
     ],
 )
 def test_not_a_config(raw: bytes, says: str) -> None:

@@ -33,7 +33,7 @@ def test_compressed_tensors_reads_it(chosen: dict[str, str]) -> None:
     from compressed_tensors.utils import is_match
 
     modules = {
-        f"model.layers.{layer}.{leaf}": SCHEMES[chosen[leaf]] if leaf in chosen else None
+        f"model.layers.{layer}.{leaf}": SCHEMES[chosen[leaf]].group if leaf in chosen else None
         for layer in range(3)
         for leaf in LEAVES
     }

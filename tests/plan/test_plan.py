@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import requant
-from parity.checkpoints import Source, write
+from parity.checkpoints import Source, read, write
 from requant import demo
 from requant.engines.resolver import resolve
 
@@ -61,9 +61,12 @@ def test_full_size_kimi_k3_is_planned_to_its_published_size_in_bounded_memory(fu
 
 def test_reading_and_writing_add_up(small_k3: Path, tmp_path: Path) -> None:
     found = plan(small_k3, tmp_path, ignore=demo.IGNORE)
+    requant.convert(small_k3, tmp_path / "dst", "FP8_BLOCK", ignore=demo.IGNORE)
+    assert found["bytes_out"] == sum(len(tensor.data) for tensor in read(tmp_path / "dst").values())
     assert found["bytes_written"] + found["bytes_shared"] == found["bytes_out"]
     assert found["bytes_read"] < found["bytes_in"]
-    assert found["kept"] == sum(found["kept_reasons"].values())
+    weights = [name for name in read(small_k3) if name.endswith((".weight", ".weight_packed"))]
+    assert found["kept"] + found["converted"]["FP8_BLOCK"] == len(weights)
 
 
 DEFAULT_KEPT = {
@@ -227,3 +230,103 @@ def test_a_tied_head_without_a_tensor_is_not_called_quantized(tmp_path: Path) ->
     assert resolve(config, "lm_head") is None
     assert resolve(config, "language_model.lm_head") is None
     assert resolve(config, "model.layers.0.o_proj") == "group_0"
+
+
+def nvfp4_part(rows: int, columns: int) -> dict[str, Any]:
+    return {
+        "weight_packed": np.zeros((rows, columns // 2), np.uint8),
+        "weight_scale": np.zeros((rows, columns // 16), ml_dtypes.float8_e4m3fn),
+        "weight_global_scale": np.ones(1, np.float32),
+    }
+
+
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def nvfp4_checkpoint(folder: Path, quantization: dict[str, Any]) -> Path:
+    expert = "model.layers.0.mlp.experts.0.up_proj"
+    tensors = {f"{expert}.{name}": array for name, array in nvfp4_part(8, 64).items()}
+    tensors["model.layers.0.self_attn.q_proj.weight"] = weight(64, 64)
+    return checkpoint(folder, tensors, {"model_type": "toy", "quantization_config": quantization})
+
+
+@pytest.mark.parametrize("per_group", [True, False])
+def test_a_weight_of_an_unknown_format_stays_with_the_group_that_its_source_gives_it(
+    tmp_path: Path, per_group: bool
+) -> None:
+    group: dict[str, Any] = {"targets": ["re:.*experts.*"], "weights": NVFP4_WEIGHTS, "input_activations": None}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"nvfp4": group}, "ignore": []}
+    (group if per_group else quantization)["format"] = "nvfp4-pack-quantized"
+    src = nvfp4_checkpoint(tmp_path / "src", quantization)
+    with pytest.raises(requant.CheckpointError, match="unknown-format"):
+        plan(src, tmp_path)
+    result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
+    config = json.loads(result.plan.config)["quantization_config"]
+    name = resolve(config, "model.layers.0.mlp.experts.0.up_proj")
+    assert name is not None
+    assert config["config_groups"][name]["format"] == "nvfp4-pack-quantized"
+    assert config["config_groups"][name]["weights"] == NVFP4_WEIGHTS
+
+
+def test_a_weight_of_an_unknown_format_that_no_config_describes_cannot_stay(tmp_path: Path) -> None:
+    src = nvfp4_checkpoint(tmp_path / "src", {"quant_method": "other"})
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(src, tmp_path, ignore=["re:.*experts.*"])
+    assert codes(error) == ["unknown-format"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [],
+        {"ignore": "lm_head"},
+        {"ignore": [1]},
+        {"config_groups": [1]},
+        {"config_groups": {"g": None}},
+        {"config_groups": {"g": {"targets": [3]}}},
+        {"config_groups": {"g": {"targets": ["Linear"], "weights": 8}}},
+        {"config_groups": {"g": {"targets": ["re:("], "weights": {}}}},
+    ],
+)
+def test_a_malformed_quantization_config_is_named_not_stumbled_over(tmp_path: Path, broken: Any) -> None:
+    if isinstance(broken, dict):
+        broken["quant_method"] = "compressed-tensors"
+    config = {"model_type": "toy", "quantization_config": broken}
+    src = checkpoint(tmp_path / "src", {"m.a.weight": weight(8, 64)}, config)
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(src, tmp_path)
+    assert codes(error) == ["header-invalid"]
+    assert requant.inspect(src).tensors == 1
+    assert not requant.verify(src).ok
+
+
+def test_weights_that_are_selected_and_already_there_get_the_schemes_activations(tmp_path: Path) -> None:
+    group = {"targets": ["Linear"], "weights": {}, "input_activations": None}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    tensors = {
+        "layers.0.q_proj.weight": np.zeros((128, 128), ml_dtypes.float8_e4m3fn),
+        "layers.0.q_proj.weight_scale": weight(1, 1),
+        "layers.0.o_proj.weight": weight(8, 64),
+    }
+    src = checkpoint(tmp_path / "src", tensors, {"model_type": "toy", "quantization_config": quantization})
+    for ignore, activations in (([], [True]), (["re:.*q_proj"], [True, False])):
+        result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=ignore, dry_run=True)
+        groups = json.loads(result.plan.config)["quantization_config"]["config_groups"].values()
+        assert sorted((g["input_activations"] is not None for g in groups), reverse=True) == activations
+
+
+def test_the_text_model_says_in_which_dtype_a_model_computes(tmp_path: Path) -> None:
+    tensors = {
+        "layers.0.q_proj.weight": np.zeros((128, 128), ml_dtypes.float8_e4m3fn),
+        "layers.0.q_proj.weight_scale": weight(128, 1),
+    }
+    config = {"vision_config": {"dtype": "float32"}, "text_config": {"dtype": "bfloat16"}}
+    src = checkpoint(tmp_path / "src", tensors, config)
+    requant.convert(src, tmp_path / "dst", "FP8_BLOCK")
+    assert read(tmp_path / "dst")["layers.0.q_proj.weight_scale"].dtype == "BF16"
+
+
+def test_a_dry_run_says_what_would_keep_the_job_from_starting(small_k3: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    notes = requant.convert(small_k3, tmp_path, "FP8_BLOCK", dry_run=True).to_json()["notes"]
+    assert any("neither empty nor" in note for note in notes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-import requant
 from hypothesis import given
 from hypothesis import strategies as st
+
+import requant
 from requant.recipe.patterns import PatternSet, compile_patterns
 
 WORDS = st.sampled_from(["self_attn", "mlp", "gate", "q_proj", ".", "\\.", ".*", "[0-9]", "\n", "-", "lm_head", "x"])

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from pydantic_core import from_json
 
 
-def load_object(blob: bytes) -> dict[str, Any]:
-    """Parse ``blob`` as one JSON object.
+def load_object(blob: bytes, *, allow_constants: bool = False) -> dict[str, Any]:
+    """Parse ``blob`` as one JSON object; ``allow_constants``: with Python's NaN and Infinity as numbers.
 
     Raises ValueError with the reason: not UTF-8, not JSON, not an object, a key given twice at any depth,
     an escape that is no character, nesting too deep to parse.
@@ -24,11 +24,13 @@ def load_object(blob: bytes) -> dict[str, Any]:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     del blob  # the text of an index is 58 MB for half a million tensors: once is enough
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        document = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=float if allow_constants else _refuse_constant
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("JSON nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     if "\\u" in text:

@@ -13,19 +13,25 @@ import numpy as np
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.store import LocalStore
 from requant.dialects.recognise import Weight
+from requant.errors import CheckpointError
 from requant.execute.pool import run_parallel
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, read_weight, tile_rows
-from requant.families.roles import expert_count, role_of, template
+from requant.families.roles import role_of, template
 from requant.formats import FLOAT_DTYPES, FORMATS, Tile
 from requant.plan.inventory import Inventory, take_inventory
-from requant.plan.plan import read_config
+from requant.plan.source_config import parse_config
+
+WORST_DB = -999.0
+"""The SQNR where there is noise and no signal, or noise without bound (a NaN or Inf on one side only)."""
+
+_PIECE = 8 << 20
 
 
 @dataclass(slots=True)
 class Distance:
-    """Differences over some weights; an SQNR of infinity (no error at all) is None in JSON."""
+    """Differences over some weights."""
 
     weights: int = 0
     values: int = 0
@@ -45,19 +51,20 @@ class Distance:
 
     @property
     def sqnr_db(self) -> float | None:
-        """Signal to quantization noise, 10 log10(sum a^2 / sum (a-b)^2), in dB; None without noise."""
+        """Signal to quantization noise, 10 log10(sum a^2 / sum (a-b)^2), in dB; None (infinite) without noise."""
         if self.noise == 0:
             return None
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        ratio = self.signal / self.noise
+        return max(WORST_DB, 10 * math.log10(ratio)) if ratio > 0 else WORST_DB
 
     def to_json(self) -> dict[str, Any]:
-        """Return the documented JSON form; numbers that JSON lacks become null."""
-        sqnr, worst = self.sqnr_db, self.max_rel_error
+        """Return the documented JSON form; infinity is null."""
+        worst = self.max_rel_error
         return {
             "weights": self.weights,
             "values": self.values,
             "differing": self.differing,
-            "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
+            "sqnr_db": self.sqnr_db,
             "max_rel_error": worst if math.isfinite(worst) else None,
         }
 
@@ -108,7 +115,7 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, progress: Pr
 
 def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
     """Pair the weights by module; what has no partner goes into the result's notes."""
-    experts = expert_count(read_config(a)) if a.config is not None else None
+    experts = parse_config(a.config).experts if a.config is not None else None
     left, right = _by_module(take_inventory(a)), _by_module(take_inventory(b))
     unmatched = []
     for module, weight in left.items():
@@ -128,6 +135,8 @@ def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
 
 def _by_module(inventory: Inventory) -> dict[str, Weight]:
     """Return all weights by module, and every other tensor as a weight of its own."""
+    if inventory.problems:
+        raise CheckpointError(inventory.problems)
     weights = {weight.module: weight for weight in inventory.weights}
     for tensor in inventory.others:
         format_name = "dense" if tensor.dtype in FLOAT_DTYPES else ""
@@ -170,7 +179,11 @@ def _compare_bytes(store_a: LocalStore, a: Weight, store_b: LocalStore, b: Weigh
     """Compare what cannot be decoded; all values of a weight whose bytes are not the same count as differing."""
     same = len(a.parts) == len(b.parts) and all(
         (x.name, x.dtype, x.nbytes) == (y.name, y.dtype, y.nbytes)
-        and store_a.read(x.shard, x.offset, x.nbytes) == store_b.read(y.shard, y.offset, y.nbytes)
+        and all(
+            store_a.read(x.shard, x.offset + at, min(_PIECE, x.nbytes - at))
+            == store_b.read(y.shard, y.offset + at, min(_PIECE, x.nbytes - at))
+            for at in range(0, x.nbytes, _PIECE)
+        )
         for x, y in zip(a.parts, b.parts, strict=True)
     )
     if not same:

@@ -14,10 +14,10 @@ from requant.execute.journal import read_journal
 from requant.execute.pool import run_parallel
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
-from requant.formats import FLOAT_DTYPES, NUMPY_BITS
+from requant.formats import FLOAT_DTYPES, FORMATS, NUMPY_BITS
 from requant.plan.describe import disagreements
 from requant.plan.inventory import Inventory, take_inventory
-from requant.plan.plan import read_config
+from requant.plan.source_config import parse_config
 
 Level = Literal["headers", "scales", "data"]
 State = Literal["complete", "in-progress", "foreign"]
@@ -48,10 +48,12 @@ def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) 
     """Verify the checkpoint in ``folder``: its headers, and on top of that all scales, or all data."""
     if level not in get_args(Level):
         raise CallError(Problem("bad-option", f"level {level!r}", remedy=f"one of {', '.join(get_args(Level))}"))
-    journal = read_journal(folder)
+    try:
+        journal = read_journal(folder)
+    except CallError as error:
+        return Verification("in-progress", list(error.problems), [])
     if journal is not None:
-        done = len(journal["done"])
-        message = f"work is under way: {done} shards are in place, config.json is not"
+        message = f"work is under way, {len(journal['done'])} shards are done"
         remedy = "run the same command again to finish"
         return Verification("in-progress", [Problem("missing-part", message, "config.json", remedy)], [])
     state: State = "complete" if (folder / "config.json").is_file() else "foreign"
@@ -63,10 +65,10 @@ def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) 
 
 
 def _verify(checkpoint: Checkpoint, state: State, level: Level, workers: int, progress: Progress) -> Verification:
-    config = read_config(checkpoint)
+    source = parse_config(checkpoint.config)
     inventory = take_inventory(checkpoint)
     problems = list(inventory.problems)
-    notes = [*checkpoint.notes, *disagreements(config, inventory.weights)]
+    notes = [*checkpoint.notes, *disagreements(source, inventory.weights)]
     unknown = [weight.module for weight in inventory.weights if not weight.format]
     if unknown:
         notes.append(f"{len(unknown)} weights are of a format unknown here (the first: {unknown[0]}): not checked")
@@ -80,16 +82,21 @@ def _find_nan(
 ) -> list[Problem]:
     from requant.kernels import compare
 
-    wanted = [ref for weight in inventory.weights if weight.format for ref in weight.parts[1:]]
-    scales = {ref.name for ref in wanted}
+    wanted: list[tuple[TensorRef, str]] = []
+    for weight in inventory.weights:
+        if weight.format and len(weight.shape) == 2:
+            parts = FORMATS[weight.format].parts((weight.shape[0], weight.shape[1]), weight.dtype)
+            refs = [(ref, part.spells) for ref, part in zip(weight.parts, parts, strict=True)]
+        else:
+            refs = [(ref, ref.dtype) for ref in weight.parts]
+        wanted += refs if level == "data" else refs[1:]
     if level == "data":
-        wanted += [weight.parts[0] for weight in inventory.weights]
-        wanted += inventory.others
+        wanted += [(ref, ref.dtype) for ref in inventory.others]
     found: list[Problem] = []
     lock = threading.Lock()
 
-    def look_at(ref: TensorRef, scratch: Scratch) -> None:
-        dtype = "F8_E8M0" if ref.dtype == "U8" and ref.name in scales else ref.dtype
+    def look_at(item: tuple[TensorRef, str], scratch: Scratch) -> None:
+        ref, dtype = item
         if dtype not in (*FLOAT_DTYPES, "F8_E4M3", "F8_E8M0"):
             advance(ref.nbytes)
             return
@@ -107,6 +114,6 @@ def _find_nan(
                     found.append(Problem("nan-or-inf", message, ref.name, "restore the tensor from its source"))
                 return
 
-    with progress("verifying", sum(ref.nbytes for ref in wanted)) as advance:
+    with progress("verifying", sum(ref.nbytes for ref, _ in wanted)) as advance:
         run_parallel(wanted, look_at, workers)
     return sorted(found, key=lambda problem: problem.module)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 SUFFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -23,6 +25,15 @@ CT_FORMAT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Storage format → the ``format`` key of a quantization_config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What a config group says of its modules: the ``format``, and the arguments of weights and activations."""
+
+    format: str
+    weights: Mapping[str, Any]
+    input_activations: Mapping[str, Any] | None
 
 
 def part_suffix(format_name: str, index: int) -> str:

@@ -48,6 +48,11 @@ class Weight(NamedTuple):
     parts: tuple[TensorRef, ...]
 
 
+def is_bank(module: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor holds all experts of a layer: three dimensions or more, directly below ``experts``."""
+    return len(shape) >= 3 and module.rpartition(".")[0].endswith(".experts")
+
+
 def recognise(module: str, parts: Mapping[str, TensorRef]) -> Weight | Problem:
     """Return the weight that ``parts`` (suffix → tensor) store.
 
@@ -92,12 +97,8 @@ def _classify(
         for dtype in FLOAT_DTYPES:
             wanted = FORMATS[name].parts(shape, dtype)
             if all(
-                _same_dtype(part.dtype, stored[suffix][0]) and part.shape == stored[suffix][1]
+                stored[suffix][0] in (part.dtype, part.spells) and part.shape == stored[suffix][1]
                 for part, suffix in zip(wanted, suffixes, strict=True)
             ):
                 return name, shape, dtype
     return None
-
-
-def _same_dtype(wanted: str, stored: str) -> bool:
-    return wanted == stored or (wanted == "U8" and stored == "F8_E8M0")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from requant.checkpoint.fsio import PAGE
 from requant.checkpoint.layout import CopyRun, header_bytes
-from requant.checkpoint.sidefiles import SideFile
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
 from requant.execute.journal import WORK, Journal
@@ -30,7 +29,7 @@ class _OpenShard:
 
     plan: ShardPlan
     writer: ShardWriter
-    pending: int = 1  # one for the iterator, until it has drawn every item
+    pending: int = 1  # one for the item that says that there are no more
     values: Values = field(default_factory=Values)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,6 +46,7 @@ def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[
     open_shards: dict[str, _OpenShard] = {}
 
     def release(shard: _OpenShard) -> None:
+        """Take one off what is pending; the last one puts the shard in place."""
         with shard.lock:
             shard.pending -= 1
             if shard.pending:
@@ -65,7 +65,7 @@ def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[
                 with shard.lock:
                     shard.pending += 1
                 yield shard, work, nbytes
-            release(shard)
+            yield shard, _nothing, 0
 
     def run(item: tuple[_OpenShard, _Work, int], scratch: Scratch) -> None:
         shard, work, nbytes = item
@@ -86,12 +86,12 @@ def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[
     return total
 
 
-def commit(plan: Plan, journal: Journal, side_files: list[SideFile]) -> None:
+def commit(plan: Plan, journal: Journal) -> None:
     """Put side files, index and config.json in place, in this order, and remove the journal.
 
     A loader that looks before the last step finds no config.json.
     """
-    for side in side_files:
+    for side in plan.side_files:
         copy_file(plan.checkpoint.store, side.source, journal.folder / side.destination)
     index = index_json(plan)
     if index is not None:
@@ -113,19 +113,20 @@ def index_json(plan: Plan) -> tuple[str, bytes] | None:
     return index.file, text.encode() + b"\n"
 
 
-def output_files(plan: Plan, side_files: list[SideFile]) -> list[str]:
+def output_files(plan: Plan) -> list[str]:
     """Return the names of all files that the job writes, relative to its folder."""
     index = [plan.checkpoint.index.file] if plan.checkpoint.index else []
     return [
         *(shard.name for shard in plan.shards),
-        *(side.destination for side in side_files),
+        *(side.destination for side in plan.side_files),
         *index,
         "config.json",
     ]
 
 
 def _is_done(shard: ShardPlan, journal: Journal) -> bool:
-    return shard.name in journal.done and (journal.folder / shard.name).is_file()
+    path = journal.folder / shard.name
+    return shard.name in journal.done and path.is_file() and path.stat().st_size > shard.layout.data_bytes
 
 
 def _open(shard: ShardPlan, plan: Plan, folder: Path) -> _OpenShard:
@@ -165,6 +166,10 @@ def _pieces(run: CopyRun) -> Iterator[CopyRun]:
         nbytes = min(COPY_BYTES - (run.source_offset + done) % PAGE, run.nbytes - done)
         yield CopyRun(run.shard, run.source_offset + done, run.start + done, nbytes)
         done += nbytes
+
+
+def _nothing(_scratch: Scratch) -> Values:
+    return Values()
 
 
 def _copy(writer: ShardWriter, store: LocalStore, piece: CopyRun, _scratch: Scratch) -> Values:

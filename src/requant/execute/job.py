@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from requant.checkpoint.sidefiles import side_files
-from requant.errors import CheckpointError, Problem, SurroundingsError
+from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.convert import commit, output_files, write_shards
-from requant.execute.journal import check_destination, claim, fingerprint_of, free_space
+from requant.execute.journal import check_destination, claim, fingerprint_of, free_space, left_behind
 from requant.execute.progress import Progress
 from requant.execute.scan import scan, scanned_bytes
 from requant.execute.tiles import Values
@@ -16,17 +15,17 @@ from requant.plan.plan import Plan
 
 def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress: Progress) -> Values:
     """Carry out a plan without problems, or what is left of it; return the fate of all converted values."""
-    sides = side_files(plan.checkpoint.store)
     fingerprint = fingerprint_of(plan)
     if not check_destination(destination, fingerprint, restart):
         lack = lack_of_space(plan, destination)
         if lack:
-            raise SurroundingsError(Problem("no-space", lack), plan.to_json())
+            remedy = "free some space, or name a DST on another file system"
+            raise SurroundingsError(Problem("no-space", lack, str(destination), remedy), plan.to_json())
         scan_job(plan, workers, progress, count_over_span=_refuses_over_span(plan))
-    with claim(destination, fingerprint, output_files(plan, sides), restart) as journal:
+    with claim(destination, fingerprint, output_files(plan), restart) as journal:
         with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
             values = write_shards(plan, journal, workers, advance)
-        commit(plan, journal, sides)
+        commit(plan, journal)
     return values
 
 
@@ -54,10 +53,23 @@ def scan_job(plan: Plan, workers: int, progress: Progress, *, count_over_span: b
     return values
 
 
+def obstacles(plan: Plan, destination: Path, restart: bool) -> list[str]:
+    """Return what, as things are, would keep the job from starting."""
+    try:
+        check_destination(destination, fingerprint_of(plan), restart)
+        lack = lack_of_space(plan, destination)
+    except CallError as error:
+        return [str(problem) for problem in error.problems]
+    return [lack] if lack else []
+
+
 def lack_of_space(plan: Plan, destination: Path) -> str:
-    """Say what is missing where the output does not fit; "" where it does."""
+    """Say what is missing where the output does not fit; "" where it does.
+
+    What an unfinished job has left in ``destination`` makes room: it is continued, or cleared.
+    """
     needed = sum(shard.layout.data_bytes for shard in plan.shards)
-    free = free_space(destination)
+    free = free_space(destination) + left_behind(destination)
     return f"the output takes {needed:,} bytes; {free:,} are free at {destination}" if needed > free else ""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from requant.checkpoint.fsio import naming, sync_folder
 from requant.checkpoint.writer import write_atomically
 from requant.errors import CallError, Problem, SurroundingsError
 from requant.execute.tiles import Values
@@ -99,10 +100,10 @@ def check_destination(folder: Path, fingerprint: str, restart: bool) -> bool:
 @contextlib.contextmanager
 def claim(folder: Path, fingerprint: str, files: Sequence[str], restart: bool) -> Iterator[Journal]:
     """Lock ``folder`` (made if need be) and yield its journal, new or continued."""
-    try:
+    with naming(folder):
         (folder / WORK).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SurroundingsError(Problem("io", f"{folder}: {error.strerror}")) from error
+        sync_folder(folder)
+        sync_folder(folder.absolute().parent)
     with _locked(folder / WORK / _LOCK, folder):
         resume = check_destination(folder, fingerprint, restart)
         record = read_journal(folder)
@@ -134,8 +135,8 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
 
 
 def _clear(folder: Path, record: dict[str, Any]) -> None:
-    """Remove what the recorded job may have written, and nothing else."""
-    for name in record["files"]:
+    """Remove what the recorded job may have written, and nothing else; what makes it look whole goes first."""
+    for name in sorted(record["files"], key=lambda name: name != "config.json"):
         path = folder / name
         if path.resolve().is_relative_to(folder.resolve()):
             path.unlink(missing_ok=True)
@@ -156,6 +157,13 @@ def fingerprint_of(plan: Plan) -> str:
     shards = [(shard.shard, shard.size, shard.digest) for shard in checkpoint.shards]
     config = xxhash.xxh3_128_hexdigest(checkpoint.config or b"")
     return xxhash.xxh3_128_hexdigest(json.dumps([__version__, wish, shards, config]).encode())
+
+
+def left_behind(folder: Path) -> int:
+    """Return the bytes that an unfinished job holds in ``folder``."""
+    record = read_journal(folder) if folder.is_dir() else None
+    paths = (folder / name for name in record["files"]) if record else ()
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def free_space(folder: Path) -> int:

@@ -16,6 +16,7 @@ from requant.errors import Problem
 from requant.execute.pool import run_parallel
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, read_part, read_weight, tile_rows
+from requant.formats import Tile
 from requant.plan.plan import Job, Plan
 
 
@@ -43,13 +44,15 @@ def scan(plan: Plan, workers: int, advance: Callable[[int], None], *, count_over
 
     def look_at(job: Job, scratch: Scratch) -> None:
         for rows in tile_rows(job.weight, 1):
-            problem = _nan_scale(job, rows, store, scratch)
+            scales = _read_scales(job, rows, store, scratch)
+            problem = _nan_scale(job, rows, scales)
             if problem is not None:
                 with lock:
                     findings.problems.append(problem)
                 return
-            if count_over_span and job.route.exact is not None:
-                values = _over_span(job, rows, store, scratch)
+            exact = job.route.exact
+            if count_over_span and exact is not None and exact.suspects(scales[0].bits).any():
+                values = exact.over_span(read_weight(store, job.weight, rows, scratch))
                 if values:
                     with lock:
                         findings.over_span[job.weight.module] = findings.over_span.get(job.weight.module, 0) + values
@@ -63,30 +66,27 @@ def _quantized(plan: Plan) -> Iterator[Job]:
     return (job for job in plan.jobs() if job.weight.format != "dense")
 
 
-def _nan_scale(job: Job, rows: Rows, store: LocalStore, scratch: Scratch) -> Problem | None:
-    """Read the scales of some rows into scratch; return the problem of the first that is NaN or Inf."""
+def _read_scales(job: Job, rows: Rows, store: LocalStore, scratch: Scratch) -> list[Tile]:
+    """Read what belongs to some rows of every part but the payload."""
+    weight = job.weight
+    parts = job.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
+    return [
+        read_part(store, weight.parts[index], parts[index], rows, scratch, f"source {index}")
+        for index in range(1, len(parts))
+    ]
+
+
+def _nan_scale(job: Job, rows: Rows, scales: list[Tile]) -> Problem | None:
+    """Return the problem of the first scale that is NaN or Inf."""
     from requant.kernels import compare
 
     weight = job.weight
     parts = job.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
-    for index in range(1, len(parts)):
-        tile = read_part(store, weight.parts[index], parts[index], rows, scratch, f"source {index}")
-        dtype = "F8_E8M0" if tile.dtype == "U8" else tile.dtype
-        bad = compare.first_nonfinite(tile.bits, dtype)
+    for ref, part, tile in zip(weight.parts[1:], parts[1:], scales, strict=True):
+        bad = compare.first_nonfinite(tile.bits, part.spells)
         if bad >= 0:
-            ref, columns = weight.parts[index], tile.bits.shape[1]
-            row = rows.of(parts[index])[0] + bad // columns
+            columns = tile.bits.shape[1]
+            row = rows.of(part)[0] + bad // columns
             message = f"NaN or Inf among its scales, at [{row}, {bad % columns}] of {ref.name} in {ref.shard}"
             return Problem("nan-or-inf", message, weight.module, "repair the source, or --ignore this weight")
     return None
-
-
-def _over_span(job: Job, rows: Rows, store: LocalStore, scratch: Scratch) -> int:
-    """Count the over-span values of some rows whose scales have just been read into scratch."""
-    exact = job.route.exact
-    assert exact is not None
-    ref = job.weight.parts[1]
-    exponents = scratch.tile("source 1", ref.dtype, rows.last - rows.first, ref.shape[1])
-    if not exact.suspects(exponents.bits).any():
-        return 0
-    return exact.over_span(read_weight(store, job.weight, rows, scratch))

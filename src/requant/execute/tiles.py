@@ -133,7 +133,8 @@ def convert_tile(state: JobState, rows: Rows, store: LocalStore, writer: ShardWr
 
 
 def nan_or_inf(weight: Weight, row: int, column: int) -> Problem:
-    """Return the problem of a value that no quantized format can hold."""
+    """Return the problem of a value that the target cannot hold."""
     tensor = weight.parts[0]
-    message = f"NaN or Inf at [{row}, {column}] of {list(weight.shape)} ({tensor.name} in {tensor.shard})"
-    return Problem("nan-or-inf", message, weight.module, "repair the source, or --ignore this weight")
+    place = f"[{row}, {column}] of {list(weight.shape)} ({tensor.name} in {tensor.shard})"
+    message = f"NaN, Inf, or a value too large for the format, at {place}"
+    return Problem("nan-or-inf", message, weight.module, "repair the source, or --ignore this weight and --restart")

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-_EXPERT_COUNT_KEYS = (
-    "num_experts",
-    "n_routed_experts",
-    "num_local_experts",
-    "moe_num_experts",
-    "num_moe_experts",
-)
+from typing import NamedTuple
 
 _EMBEDDINGS = frozenset({"embed", "wte", "wpe", "word_embeddings", "tok_embeddings", "position_embeddings"})
 _HEADS = frozenset({"lm_head", "head", "embed_out"})
@@ -37,16 +28,6 @@ class Role(NamedTuple):
 def template(module: str) -> str:
     """Return the module's name with every purely numeric component replaced by ``*``."""
     return ".".join(["*" if part.isdecimal() else part for part in module.split(".")])
-
-
-def expert_count(config: Mapping[str, Any]) -> int | None:
-    """Return the number of routed experts that a config.json declares, at the top or one level down."""
-    for scope in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        for key in _EXPERT_COUNT_KEYS:
-            value = scope.get(key)
-            if isinstance(value, int) and value > 1:
-                return value
-    return None
 
 
 @lru_cache(maxsize=65536)

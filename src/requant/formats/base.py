@@ -25,14 +25,15 @@ NUMPY_BITS: Mapping[str, np.dtype[Any]] = {
 class Part(NamedTuple):
     """One stored array of a weight.
 
+    ``dtype`` is what the file calls it, ``spells`` what its bits are: E8M0 exponents are stored as U8.
     ``rows`` weight rows share one row of it, so a tile of weight rows [a, b) needs its rows
     [a // rows, ceil(b / rows)).
     """
 
-    role: str
     dtype: str
     shape: tuple[int, ...]
     rows: int
+    spells: str
 
 
 class Tile(NamedTuple):
@@ -69,7 +70,9 @@ class Format(Protocol):
         ...
 
     def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
-        """Encode a tile that starts at a multiple of 128 rows; return the first NaN/Inf's flat index, or -1.
+        """Encode a tile that starts at a multiple of 128 rows; return a flat index, or -1.
+
+        The index is that of the first NaN, Inf, or value too large for the format.
 
         ``reference``: LLM Compressor's arithmetic in the weight's dtype; otherwise float32.
         """

@@ -26,7 +26,7 @@ class Dense:
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the single part, of ``dtype``."""
-        return (Part("weight", dtype, shape, 1),)
+        return (Part(dtype, shape, 1, dtype),)
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Convert to ``out.dtype``, rounding to nearest even where it is narrower."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from requant.formats.base import Tile
-from requant.formats.fp8 import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,9 @@ class ExactRoute:
     ``transcode(source parts, target parts)`` returns how many values lie in over-span regions.
     ``suspects(scale bits)`` is a boolean array over the regions of a tile, a superset of the over-span ones
     found from the scales alone; ``over_span(source parts)`` counts the values exactly, without writing.
-    ``rows`` is the height of a region, ``scale_dtype`` the dtype of the target's scales.
+    The target's scales may be BF16 or F32: powers of two are the same in both.
     """
 
-    rows: int
-    scale_dtype: str
     transcode: Callable[[Sequence[Tile], Sequence[Tile]], int]
     suspects: Callable[[NDArray[Any]], NDArray[Any]]
     over_span: Callable[[Sequence[Tile]], int]
@@ -40,7 +38,12 @@ def _mxfp4_to_fp8(block: bool) -> ExactRoute:
         from requant.kernels import mxfp4
 
         kernel = mxfp4.to_fp8_block if block else mxfp4.to_fp8_channel
-        return kernel(source[0].bits, source[1].bits, target[0].bits, target[1].bits)
+        scales = target[1]
+        bf16 = scales.bits if scales.dtype == "BF16" else np.empty(scales.bits.shape, np.uint16)
+        over_span = kernel(source[0].bits, source[1].bits, target[0].bits, bf16)
+        if scales.dtype == "F32":
+            np.left_shift(bf16, 16, out=scales.bits, dtype=np.uint32)  # BF16 is the upper half of an F32
+        return over_span
 
     def suspects(exponents: NDArray[Any]) -> NDArray[Any]:
         from requant.kernels import mxfp4
@@ -52,7 +55,7 @@ def _mxfp4_to_fp8(block: bool) -> ExactRoute:
 
         return mxfp4.over_span(source[0].bits, source[1].bits, block)
 
-    return ExactRoute(BLOCK if block else 1, "BF16", transcode, suspects, over_span)
+    return ExactRoute(transcode, suspects, over_span)
 
 
 EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(

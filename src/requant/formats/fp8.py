@@ -18,7 +18,7 @@ class Fp8Channel:
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per row."""
-        return Part("weight", "F8_E4M3", shape, 1), Part("scale", dtype, (shape[0], 1), 1)
+        return _codes(shape), Part(dtype, (shape[0], 1), 1, dtype)
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Multiply every code by its row's scale."""
@@ -42,7 +42,7 @@ class Fp8Block:
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per block."""
         blocks = ceil_div(shape[0], BLOCK), ceil_div(shape[1], BLOCK)
-        return Part("weight", "F8_E4M3", shape, 1), Part("scale", dtype, blocks, BLOCK)
+        return _codes(shape), Part(dtype, blocks, BLOCK, dtype)
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Multiply every code by its block's scale."""
@@ -54,6 +54,10 @@ class Fp8Block:
 
         codes, scales = parts
         return fp8.encode_block(weight.bits, weight.dtype, reference, codes.bits, scales.bits)
+
+
+def _codes(shape: tuple[int, int]) -> Part:
+    return Part("F8_E4M3", shape, 1, "F8_E4M3")
 
 
 def _decode(parts: Sequence[Tile], block: tuple[int, int], out: Tile) -> None:

@@ -19,7 +19,7 @@ class Mxfp4:
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and the exponents; ``in`` must be a multiple of 32."""
         rows, columns = shape
-        return Part("packed", "U8", (rows, columns // 2), 1), Part("scale", "U8", (rows, columns // GROUP), 1)
+        return Part("U8", (rows, columns // 2), 1, "F4"), Part("U8", (rows, columns // GROUP), 1, "F8_E8M0")
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Expand to ``out.dtype``; exact in BF16 for exponent bytes up to 252, always in F32."""

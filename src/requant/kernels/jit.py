@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numba
@@ -19,6 +20,7 @@ R = TypeVar("R")
 # numba is typed in part, and not for this.
 _config: Any = numba.config
 _types: Any = numba.types
+_switching = Lock()
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,13 +28,14 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
     ``error_model="numpy"``: a check for division by zero would keep every loop with a division from vectorising.
     """
-    before = _config.CACHE_DIR
-    # numba picks a function's cache when it is decorated: the setting stays as it was for everybody else.
-    _config.CACHE_DIR = str(cache_directory())
-    try:
-        compiled: Callable[P, R] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    finally:
-        _config.CACHE_DIR = before
+    with _switching:  # threads may import two modules of kernels at once
+        before = _config.CACHE_DIR
+        # numba picks a function's cache when it is decorated: the setting stays as it was for everybody else.
+        _config.CACHE_DIR = str(cache_directory())
+        try:
+            compiled: Callable[P, R] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        finally:
+            _config.CACHE_DIR = before
     return compiled
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from requant.dialects.compressed_tensors import CT_FORMAT
+from requant.dialects.compressed_tensors import Group
 from requant.engines.resolver import TEXT_ROOTS, Resolver, component_spellings, name_variants, split_root
 from requant.errors import CheckpointError, Problem
-from requant.schemes import Scheme
 
 Numbers = tuple[str, ...]
 """The numeric components of a module's name, from left to right."""
@@ -32,7 +31,7 @@ _ANYWHERE = r"(?:.*\.)?"
 _UNDER_A_TEXT_ROOT = f"(?:{'|'.join(re.escape(root) for root in TEXT_ROOTS if root)})?"
 
 
-def synthesize(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
+def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
     """Return the compressed-tensors ``quantization_config`` that says exactly what ``schemes`` says.
 
     ``schemes`` holds every module that an engine could take for a Linear (weights of two and more dimensions,
@@ -57,14 +56,14 @@ def synthesize(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
     return config
 
 
-def _envelope(ranked: Sequence[Scheme], targets: Sequence[list[str]], ignore: list[str]) -> dict[str, Any]:
-    formats = {CT_FORMAT[scheme.format] for scheme in ranked}
+def _envelope(ranked: Sequence[Group], targets: Sequence[list[str]], ignore: list[str]) -> dict[str, Any]:
+    formats = {scheme.format for scheme in ranked}
     mixed = len(formats) > 1
     groups = {}
     for number, (scheme, names) in enumerate(zip(ranked, targets, strict=True)):
         activations = scheme.input_activations
         groups[f"group_{number}"] = {
-            **({"format": CT_FORMAT[scheme.format]} if mixed else {}),
+            **({"format": scheme.format} if mixed else {}),
             "targets": names,
             "weights": dict(scheme.weights),
             "input_activations": None if activations is None else dict(activations),
@@ -80,11 +79,11 @@ def _envelope(ranked: Sequence[Scheme], targets: Sequence[list[str]], ignore: li
     }
 
 
-def _rank(schemes: Collection[Scheme | None]) -> tuple[list[Scheme], Callable[[Scheme | None], int]]:
+def _rank(schemes: Collection[Group | None]) -> tuple[list[Group], Callable[[Group | None], int]]:
     """Return the distinct schemes, the one of most modules first, and a function from scheme to place."""
     modules = Counter(map(id, schemes))
     objects = {id(scheme): scheme for scheme in schemes if scheme is not None}
-    distinct: dict[str, Scheme] = {}
+    distinct: dict[str, Group] = {}
     size: Counter[str] = Counter()
     for key, scheme in objects.items():
         distinct[repr(scheme)] = scheme
@@ -115,7 +114,7 @@ class _Template:
         return next(iter(self.modules)) if len(self.modules) == 1 else self.name
 
 
-def _templates(schemes: Mapping[str, Scheme | None], scheme_number: Callable[[Scheme | None], int]) -> list[_Template]:
+def _templates(schemes: Mapping[str, Group | None], scheme_number: Callable[[Group | None], int]) -> list[_Template]:
     templates: dict[str, dict[int, dict[Numbers, str]]] = {}
     parents: dict[str, tuple[str, Numbers]] = {"": ("", ())}
 

@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from requant.checkpoint.strict_json import load_object
 from requant.errors import CheckpointError, Problem
 
 KEY = "quantization_config"
@@ -143,23 +144,8 @@ def _object_at(text: str, start: int) -> _Object:
 def _checked(raw: bytes) -> str:
     """Return the text of a JSON object without repeated keys; anything else is a CheckpointError."""
     try:
-        text = raw.decode()
-        value = json.loads(text, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(f"cannot be read as JSON in UTF-8: {error}") from error
-    if not isinstance(value, dict):
-        raise _invalid("is not a JSON object")
-    return text
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _invalid(f"has the key {key!r} twice in one object")
-        found[key] = value
-    return found
-
-
-def _invalid(what: str) -> CheckpointError:
-    return CheckpointError(Problem("header-invalid", what, "config.json", "restore the file from its source"))
+        load_object(raw, allow_constants=True)
+    except ValueError as error:
+        problem = Problem("header-invalid", str(error), "config.json", "restore the file from its source")
+        raise CheckpointError(problem) from None
+    return raw.decode()

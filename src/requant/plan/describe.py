@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from requant.dialects.recognise import Weight
+from requant.dialects.compressed_tensors import Group
+from requant.dialects.recognise import Weight, is_bank
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 from requant.plan.config import synthesize
+from requant.plan.source_config import SourceConfig
 from requant.schemes import SCHEMES, Scheme
 
 TIED_HEAD = "lm_head"
@@ -19,65 +20,55 @@ TIED_HEAD = "lm_head"
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
-FORMAT_SCHEME: Mapping[str, Scheme] = {scheme.format: scheme for scheme in SCHEMES.values()}
-
-
-def source_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization_config that engines would read: the top level's, else a nested one; {} without."""
-    for scope in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        found = scope.get("quantization_config")
-        if isinstance(found, Mapping):
-            return found
-    return {}
+FORMAT_GROUP: Mapping[str, Group] = {scheme.format: scheme.group for scheme in SCHEMES.values()}
+"""Storage format → the group of a weight in it of which nothing more is known."""
 
 
 def describe(
-    converted: Iterable[Weight], kept: Iterable[Weight], scheme: Scheme, config: Mapping[str, Any]
+    selected: Iterable[Weight], kept: Iterable[Weight], scheme: Scheme, source: SourceConfig
 ) -> dict[str, Any]:
-    """Return the quantization_config of the output.
+    """Return the quantization_config of the output: ``selected`` weights are under ``scheme`` now.
 
     A kept weight that is quantized keeps its source's activation settings; one of a format unknown here keeps
     the group that the source's config gives it, without which it cannot be described (CheckpointError).
     """
-    source = source_quantization(config)
-    resolver = Resolver(source)
-    schemes: dict[str, Scheme | None] = {weight.module: scheme for weight in converted}
-    known: dict[tuple[str, str | None], Scheme] = {}
+    quantization = source.quantization if source.is_compressed_tensors else {}
+    resolver = Resolver(quantization)
+    group = scheme.group
+    groups: dict[str, Group | None] = {weight.module: group for weight in selected}
+    known: dict[tuple[str, str | None], Group | None] = {}
     problems = []
     for weight in kept:
         if weight.format == "dense" or (not weight.format and len(weight.parts) == 1):
             if len(weight.shape) >= 2:
-                schemes.update(dict.fromkeys(_asked_as(weight), None))
+                groups.update(dict.fromkeys(_asked_as(weight), None))
             continue
-        group = resolver(weight.module)
-        key = weight.format, group
+        name = resolver(weight.module)
+        key = weight.format, name
         if key not in known:
-            found = _kept_scheme(weight.format, source["config_groups"][group] if group else None)
-            if found is None:
-                message = "it stays in a format unknown here, and the source's config does not describe it"
-                remedy = "add it to the source's quantization_config, or leave it out of the checkpoint"
-                problems.append(Problem("unknown-format", message, weight.module, remedy))
-                continue
-            known[key] = found
-        schemes[weight.module] = known[key]
+            known[key] = _kept_group(weight.format, quantization, name)
+        if known[key] is None:
+            message = "it stays in a format unknown here, and the source's config does not describe it"
+            remedy = "add it to the source's quantization_config, or leave it out of the checkpoint"
+            problems.append(Problem("unknown-format", message, weight.module, remedy))
+        groups[weight.module] = known[key]
     if problems:
         raise CheckpointError(problems)
-    if not any(module.rpartition(".")[2] == TIED_HEAD for module in schemes):
-        schemes[TIED_HEAD] = None
-    return synthesize(schemes)
+    if not any(module.rpartition(".")[2] == TIED_HEAD for module in groups):
+        groups[TIED_HEAD] = None
+    return synthesize(groups)
 
 
-def disagreements(config: Mapping[str, Any], weights: Iterable[Weight]) -> list[str]:
+def disagreements(source: SourceConfig, weights: Iterable[Weight]) -> list[str]:
     """Return a note for each way in which a compressed-tensors config disagrees with the tensors."""
-    source = source_quantization(config)
     quantized = [weight for weight in weights if weight.format != "dense"]
-    if not source:
+    if not source.quantization:
         if not quantized:
             return []
         return [f"config.json declares no quantization, yet {len(quantized)} weights are quantized on disk"]
-    if source.get("quant_method") != "compressed-tensors":
+    if not source.is_compressed_tensors:
         return []
-    resolver = Resolver(source)
+    resolver = Resolver(source.quantization)
     claims: dict[str, bool] = {}
     dense_claimed: list[str] = []
     quantized_unclaimed: list[str] = []
@@ -103,18 +94,20 @@ def disagreements(config: Mapping[str, Any], weights: Iterable[Weight]) -> list[
 
 def _asked_as(weight: Weight) -> list[str]:
     """Return the names by which engines ask for a weight: those of its experts for a 3-D bank."""
-    parent, _, leaf = weight.module.rpartition(".")
-    if len(weight.shape) == 3 and parent.endswith(".experts"):
+    if is_bank(weight.module, weight.shape):
+        parent, _, leaf = weight.module.rpartition(".")
         members = ("gate_proj", "up_proj") if "gate_up" in leaf else (leaf,)
         return [f"{parent}.0.{member}" for member in members]
     return [weight.module]
 
 
-def _kept_scheme(format_name: str, group: Mapping[str, Any] | None) -> Scheme | None:
-    preset = FORMAT_SCHEME.get(format_name)
+def _kept_group(format_name: str, quantization: Mapping[str, Any], name: str | None) -> Group | None:
+    """Return the group of a quantized weight that stays; ``name`` is its group in the source's config."""
+    declared = quantization["config_groups"][name] if name else None
+    preset = FORMAT_GROUP.get(format_name)
     if preset is not None:
-        return preset if group is None else replace(preset, input_activations=group.get("input_activations"))
-    if group is None:
+        return preset if declared is None else replace(preset, input_activations=declared.get("input_activations"))
+    if declared is None or not declared.get("weights"):
         return None
-    declared = json.dumps(group, sort_keys=True)
-    return Scheme(declared, str(group.get("format", "")), group["weights"], group.get("input_activations"))
+    ct_format = declared.get("format") or quantization.get("format")
+    return Group(str(ct_format), declared["weights"], declared.get("input_activations"))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant.checkpoint.checkpoint import Checkpoint
-from requant.families.roles import expert_count, role_of, template
-from requant.plan.describe import disagreements, source_quantization
+from requant.errors import CheckpointError
+from requant.families.roles import role_of, template
+from requant.plan.describe import disagreements
 from requant.plan.inventory import take_inventory
-from requant.plan.plan import read_config
+from requant.plan.source_config import NO_CONFIG, parse_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,12 @@ class Inspection:
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     """Divide a checkpoint's tensors by format and role; a broken weight is a note."""
     notes = list(checkpoint.notes)
-    config: dict[str, Any] = {}
-    if checkpoint.config is None:
-        notes.append("there is no config.json")
-    else:
-        config = read_config(checkpoint)
+    source = NO_CONFIG
+    try:
+        source = parse_config(checkpoint.config)
+    except CheckpointError as error:
+        notes += [str(problem) for problem in error.problems]
     inventory = take_inventory(checkpoint)
-    experts = expert_count(config)
     formats: dict[str, Share] = {}
     classes: dict[tuple[str, str], Share] = {}
 
@@ -78,20 +78,19 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
 
     for weight in inventory.weights:
         name = weight.dtype if weight.format == "dense" else weight.format or "unknown"
-        role = role_of(template(weight.module), weight.shape, experts).name
+        role = role_of(template(weight.module), weight.shape, source.experts).name
         count(role, name, sum(part.nbytes for part in weight.parts))
     for tensor in inventory.others:
         count("other", tensor.dtype, tensor.nbytes)
     notes += [str(problem) for problem in inventory.problems]
-    notes += disagreements(config, inventory.weights)
+    notes += disagreements(source, inventory.weights)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    family = config.get("model_type")
     return Inspection(
         len(checkpoint.tensors),
         total,
         formats,
         classes,
-        family if isinstance(family, str) else None,
-        source_quantization(config) or None,
+        source.family,
+        source.quantization or None,
         notes,
     )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
-from requant.dialects.recognise import PART_SUFFIXES, Weight, recognise
+from requant.dialects.recognise import PART_SUFFIXES, Weight, is_bank, recognise
 from requant.errors import Problem
+from requant.formats import FLOAT_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
                 if parts is None:
                     parts = modules[module] = {}
                 parts[suffix] = tensor
-            elif len(tensor.shape) >= 3 and module.endswith(".experts"):
-                banks.append(Weight(tensor.name, "", tensor.shape, tensor.dtype, (tensor,)))
+            elif is_bank(tensor.name, tensor.shape):
+                format_name = "dense" if tensor.dtype in FLOAT_DTYPES else ""
+                banks.append(Weight(tensor.name, format_name, tensor.shape, tensor.dtype, (tensor,)))
             else:
                 others.append(tensor)
     weights: list[Weight] = banks

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,16 +11,17 @@ from requant.checkpoint.checkpoint import Checkpoint, gc_paused
 from requant.checkpoint.dtypes import payload_bytes
 from requant.checkpoint.header import ShardHeader
 from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
+from requant.checkpoint.sidefiles import SideFile, side_files
 from requant.dialects.compressed_tensors import part_suffix
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
-from requant.families.roles import expert_count
-from requant.formats import FLOAT_DTYPES, Part
+from requant.formats import Part
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
 from requant.plan.inventory import take_inventory
 from requant.plan.routes import Route, route_of
 from requant.plan.select import select
+from requant.plan.source_config import parse_config
 from requant.recipe.recipe import Recipe
 
 _Output = tuple[str, tuple[str, tuple[int, ...], int]]
@@ -54,6 +54,7 @@ class Plan:
     checkpoint: Checkpoint
     recipe: Recipe
     shards: list[ShardPlan]
+    side_files: list[SideFile]
     config: bytes
     kept: int
     kept_reasons: dict[str, int]
@@ -94,49 +95,24 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 
 
 def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
-    config = read_config(checkpoint)
-    experts = expert_count(config)
-    dtype = compute_dtype(config)
+    source = parse_config(checkpoint.config)
     inventory = take_inventory(checkpoint)
-    selection = select(inventory.weights, recipe, experts)
+    selection = select(inventory.weights, recipe, source.experts)
     problems = inventory.problems + selection.problems
-    notes = [*checkpoint.notes, *selection.notes, *disagreements(config, inventory.weights)]
-    jobs = _jobs(selection.converted, recipe, dtype)
+    notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
+    jobs = _jobs(selection.converted, recipe, source.dtype)
     shards = _lay_out(checkpoint, jobs)
-    new_config = b""
-    if not problems:
-        try:
-            quantization = describe(selection.converted, selection.kept, recipe.scheme, config)
-            new_config = edit_config(checkpoint.config or b"", quantization)
-        except CheckpointError as error:
-            problems += error.problems
-    kept = len(selection.kept)
-    return Plan(checkpoint, recipe, shards, new_config, kept, selection.kept_reasons, problems, notes)
-
-
-def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Parse config.json; a missing or broken one is a CheckpointError."""
-    remedy = "a checkpoint needs its config.json; the new quantization_config goes there"
-    if checkpoint.config is None:
-        raise CheckpointError(Problem("missing-part", "there is no config.json", "config.json", remedy))
+    config = b""
+    sides: list[SideFile] = []
     try:
-        config = json.loads(checkpoint.config)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(Problem("header-invalid", f"not JSON: {error}", "config.json", remedy)) from None
-    if not isinstance(config, dict):
-        raise CheckpointError(Problem("header-invalid", "not a JSON object", "config.json", remedy))
-    return config
-
-
-def compute_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that config.json declares for the model (top level or one down); BF16 without one."""
-    names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    for scope in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("dtype", "torch_dtype"):
-            name = scope.get(key)
-            if isinstance(name, str) and name.removeprefix("torch.") in names:
-                return names[name.removeprefix("torch.")]
-    return FLOAT_DTYPES[0]
+        sides = side_files(checkpoint.store)
+        if not problems:
+            selected = selection.converted + selection.already
+            config = edit_config(source.raw, describe(selected, selection.kept, recipe.scheme, source))
+    except CheckpointError as error:
+        problems += error.problems
+    kept = len(selection.kept) + len(selection.already)
+    return Plan(checkpoint, recipe, shards, sides, config, kept, dict(selection.kept_reasons), problems, notes)
 
 
 def _jobs(weights: Iterable[Weight], recipe: Recipe, dtype: str) -> list[Job]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from requant.dialects.recognise import Weight
+from requant.dialects.recognise import DEFAULT_DTYPE, Weight
 from requant.formats import EXACT_ROUTES, FORMATS, NUMPY_BITS, ExactRoute, Format, Tile
 from requant.recipe.recipe import Recipe
 
@@ -62,6 +62,7 @@ def _route(
 ) -> Route:
     exact = EXACT_ROUTES.get((source, target)) if allow_exact else None
     if exact is not None:
-        return Route("exact", FORMATS[source], FORMATS[target], "", exact.scale_dtype, exact)
+        scale_dtype = "F32" if arithmetic == "float32" else DEFAULT_DTYPE
+        return Route("exact", FORMATS[source], FORMATS[target], "", scale_dtype, exact)
     scale_dtype = "F32" if arithmetic == "float32" else through
     return Route(arithmetic, FORMATS[source], FORMATS[target], through, scale_dtype, None)

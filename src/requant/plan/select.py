@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from requant.dialects.recognise import Weight
+from requant.dialects.recognise import Weight, is_bank
 from requant.errors import Problem
 from requant.families.roles import role_of, template
 from requant.formats import FORMATS
@@ -14,95 +14,111 @@ from requant.recipe.patterns import LINEAR, PatternSet
 from requant.recipe.recipe import Recipe
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Selection:
-    """The weights to convert, those that stay, and for how many of these each reason held."""
+    """What a recipe makes of an inventory.
 
-    converted: list[Weight]
-    kept: list[Weight]
-    kept_reasons: dict[str, int]
-    problems: list[Problem]
-    notes: list[str]
+    ``converted`` weights change their format; ``already`` are selected, too, but lie in the target format as
+    they are; ``kept`` are left alone. ``kept_reasons`` counts why weights keep their bytes.
+    """
+
+    converted: list[Weight] = field(default_factory=list)
+    already: list[Weight] = field(default_factory=list)
+    kept: list[Weight] = field(default_factory=list)
+    kept_reasons: Counter[str] = field(default_factory=Counter)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
-def select(weights: Iterable[Weight], recipe: Recipe, experts: int | None) -> Selection:
+def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Selection:
     """Apply targets, ignore and the default keeps to an inventory's weights.
 
     ``Linear`` is every 2-D weight but the default keeps; a target that names a default-kept module overrides
     them; ``ignore`` has the last word. Indivisible shapes, unknown formats, targets that name something not
     2-D and targets that match nothing are problems.
     """
-    target = recipe.scheme.format
-    multiple = FORMATS[target].multiple
-    linear = any(pattern.text == LINEAR for pattern in recipe.targets)
-    by_name = [pattern for pattern in recipe.targets if pattern.text != LINEAR]
-    named, ignore = PatternSet(by_name), PatternSet(recipe.ignore)
-    unmatched = {pattern.text: pattern for pattern in (*by_name, *recipe.ignore)}
-    converted: list[Weight] = []
-    kept: list[Weight] = []
-    ignored: list[Weight] = []
-    reasons: Counter[str] = Counter()
-    overridden: Counter[str] = Counter()
-    problems: list[Problem] = []
+    found = Selection()
+    chooser = _Chooser(recipe, experts)
     for weight in weights:
-        module, shape = weight.module, weight.shape
-        hit = ignore.first(module)
-        if hit is not None:
-            unmatched.pop(hit.text, None)
-            ignored.append(weight)
-            reasons["ignore"] += 1
+        reason = chooser.keep_reason(weight)
+        fault = None if reason in ("ignore", "not-targeted") else _fault(weight, recipe, reason)
+        if fault is not None:
+            found.problems.append(fault)
+        elif not reason and weight.format != recipe.scheme.format:
+            found.converted.append(weight)
             continue
-        naming = named.first(module)
-        if naming is None and not linear:
-            reasons["not-targeted"] += 1
-            kept.append(weight)
-            continue
-        keep = role_of(template(module), shape, experts).keep
-        if naming is not None:
-            unmatched.pop(naming.text, None)
-            if naming.regex is None and len(shape) != 2:
-                problems.append(_not_2d(weight))
-            if keep and len(shape) == 2:
-                overridden[keep] += 1
-                keep = ""
-        if not keep and 0 in shape:
-            keep = "empty"
-        if not keep and weight.format == target:
-            keep = f"already-{recipe.scheme.name}"
-        if not weight.format:
-            problems.append(_unknown_format(weight))
-        elif not keep and shape[1] % multiple:
-            problems.append(_indivisible(weight, multiple, recipe.scheme.name))
-        elif not keep:
-            converted.append(weight)
-            continue
-        reasons[keep or "problem"] += 1
-        kept.append(weight)
-    kept += ignored
-    notes = [f"{count} {role} weights, kept by default, are named by a target" for role, count in overridden.items()]
-    for pattern in unmatched.values():
-        if pattern in recipe.ignore:
-            if not any(pattern.matches(weight.module) for weight in ignored):
-                notes.append(f"ignore {pattern.text!r} matches nothing")
-        elif not any(pattern.matches(weight.module) for weight in (*converted, *kept)):
-            message = f"target {pattern.text!r} matches no weight"
-            problems.append(Problem("target-matches-nothing", message, remedy="compare with `requant inspect`"))
-    if not converted and not problems and not any(reason.startswith("already") for reason in reasons):
+        elif not reason:
+            reason = f"already-{recipe.scheme.name}"
+            found.already.append(weight)
+        if not reason.startswith("already-"):
+            found.kept.append(weight)
+        found.kept_reasons[reason] += 1
+    chooser.report(found, weights)
+    if not (found.converted or found.already or found.problems):
         message = "nothing is left to convert: every weight is ignored or kept"
-        problems.append(Problem("target-matches-nothing", message, remedy="loosen --ignore or name a --target"))
-    return Selection(converted, kept, dict(reasons), problems, notes)
+        remedy = "loosen --ignore or name a --target"
+        found.problems.append(Problem("target-matches-nothing", message, remedy=remedy))
+    return found
 
 
-def _not_2d(weight: Weight) -> Problem:
-    message = f"a target names it, but it is {list(weight.shape)} (in {weight.parts[0].shard})"
-    return Problem("not-2d", message, weight.module, "only 2-D weights are converted; drop the target")
+class _Chooser:
+    """Applies the patterns, and remembers which of them were of use."""
+
+    def __init__(self, recipe: Recipe, experts: int | None) -> None:
+        self._recipe, self._experts = recipe, experts
+        self._linear = any(pattern.text == LINEAR for pattern in recipe.targets)
+        self._named = PatternSet(pattern for pattern in recipe.targets if pattern.text != LINEAR)
+        self._ignore = PatternSet(recipe.ignore)
+        self._used: set[str] = set()
+        self._overridden: Counter[str] = Counter()
+
+    def keep_reason(self, weight: Weight) -> str:
+        """Return why a weight stays as it is; "" if it is selected."""
+        ignored = self._ignore.first(weight.module)
+        if ignored is not None:
+            self._used.add(ignored.text)
+            return "ignore"
+        named = self._named.first(weight.module)
+        if named is None and not self._linear:
+            return "not-targeted"
+        keep = role_of(template(weight.module), weight.shape, self._experts).keep
+        if named is not None:
+            self._used.add(named.text)
+            if keep and len(weight.shape) == 2:
+                self._overridden[keep] += 1
+                keep = ""
+        return keep or ("empty" if 0 in weight.shape else "")
+
+    def report(self, found: Selection, weights: Iterable[Weight]) -> None:
+        """Add what there is to say about the patterns themselves."""
+        for role, count in self._overridden.items():
+            found.notes.append(f"{count} {role} weights, kept by default, are named by a target")
+        for pattern in self._recipe.ignore:
+            if pattern.text not in self._used and not any(pattern.matches(weight.module) for weight in weights):
+                found.notes.append(f"ignore {pattern.text!r} matches nothing")
+        for pattern in self._recipe.targets:
+            if pattern.text == LINEAR or pattern.text in self._used:
+                continue
+            if not any(pattern.matches(weight.module) for weight in weights):
+                message = f"target {pattern.text!r} matches no weight"
+                remedy = "compare with `requant inspect`"
+                found.problems.append(Problem("target-matches-nothing", message, remedy=remedy))
 
 
-def _unknown_format(weight: Weight) -> Problem:
-    parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)} in {part.shard}" for part in weight.parts)
-    return Problem("unknown-format", f"no known format has these parts: {parts}", weight.module, "--ignore it")
-
-
-def _indivisible(weight: Weight, multiple: int, scheme: str) -> Problem:
-    message = f"{list(weight.shape)} in {weight.parts[0].shard}: {scheme} needs columns in multiples of {multiple}"
-    return Problem("indivisible", message, weight.module, "--ignore it")
+def _fault(weight: Weight, recipe: Recipe, keep: str) -> Problem | None:
+    """Return what stands in the way of a weight that nobody has asked to leave alone."""
+    module, shape, scheme = weight.module, list(weight.shape), recipe.scheme
+    if is_bank(module, weight.shape):
+        message = f"{shape} in {weight.parts[0].shard}: all experts of a layer in one tensor, which is not divided yet"
+        return Problem("unknown-format", message, module, "--ignore it")
+    if not weight.format:
+        parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)} in {part.shard}" for part in weight.parts)
+        return Problem("unknown-format", f"no known format has these parts: {parts}", module, "--ignore it")
+    if keep == "not-2d" and any(pattern.text == module for pattern in recipe.targets):
+        message = f"a target names it, but it is {shape} (in {weight.parts[0].shard})"
+        return Problem("not-2d", message, module, "only 2-D weights are converted; drop the target")
+    multiple = FORMATS[scheme.format].multiple
+    if not keep and weight.format != scheme.format and weight.shape[1] % multiple:
+        message = f"{shape} in {weight.parts[0].shard}: {scheme.name} needs columns in multiples of {multiple}"
+        return Problem("indivisible", message, module, "--ignore it")
+    return None

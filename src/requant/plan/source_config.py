@@ -1,0 +1,128 @@
+"""The source's config.json: what it says of the model, and of its own quantization."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from requant.checkpoint.strict_json import load_object
+from requant.errors import CallError, CheckpointError, Problem
+from requant.formats import FLOAT_DTYPES
+from requant.recipe.patterns import compile_patterns
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_moe_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceConfig:
+    """A config.json: its bytes, its value, and the quantization_config that engines would read ({}: none).
+
+    Of a quantization_config in the compressed-tensors dialect, groups, targets and ignore have their types.
+    """
+
+    raw: bytes
+    value: Mapping[str, Any]
+    quantization: Mapping[str, Any]
+
+    @property
+    def family(self) -> str | None:
+        """The model_type."""
+        family = self.value.get("model_type")
+        return family if isinstance(family, str) else None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the model computes; BF16 where it does not say."""
+        for scope in _scopes(self.value):
+            for key in ("dtype", "torch_dtype"):
+                name = scope.get(key)
+                if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
+                    return _DTYPES[name.removeprefix("torch.")]
+        return FLOAT_DTYPES[0]
+
+    @property
+    def experts(self) -> int | None:
+        """The number of routed experts."""
+        for scope in _scopes(self.value):
+            for key in _EXPERT_COUNT_KEYS:
+                count = scope.get(key)
+                if isinstance(count, int) and count > 1:
+                    return count
+        return None
+
+    @property
+    def is_compressed_tensors(self) -> bool:
+        """Whether the quantization_config is in the compressed-tensors dialect."""
+        return self.quantization.get("quant_method") == "compressed-tensors"
+
+
+NO_CONFIG = SourceConfig(b"", {}, {})
+"""What stands in for a config.json that is not there, or broken, where that may be."""
+
+
+def parse_config(raw: bytes | None) -> SourceConfig:
+    """Parse the bytes of config.json; CheckpointError where it is missing, broken, or malformed."""
+    if raw is None:
+        remedy = "a checkpoint needs one: the quantization_config is written there"
+        raise CheckpointError(Problem("missing-part", "there is no config.json", "config.json", remedy))
+    try:
+        value = load_object(raw.removeprefix(codecs.BOM_UTF8), allow_constants=True)
+    except ValueError as error:
+        raise _broken(str(error)) from None
+    for scope in _scopes(value):
+        quantization = scope.get("quantization_config")
+        if quantization is None:
+            continue
+        complaint = _complaint(quantization)
+        if complaint:
+            raise _broken(f"quantization_config: {complaint}")
+        return SourceConfig(raw, value, quantization)
+    return SourceConfig(raw, value, {})
+
+
+def _scopes(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects in which a setting may stand, the one that counts most first."""
+    yield value
+    nested = {key: inner for key, inner in value.items() if isinstance(inner, Mapping) and key != "quantization_config"}
+    if "text_config" in nested:
+        yield nested.pop("text_config")
+    yield from nested.values()
+
+
+def _complaint(quantization: Any) -> str:
+    """Say what in a quantization_config is not of its type; "" if all is well."""
+    if not isinstance(quantization, Mapping):
+        return "not an object"
+    if quantization.get("quant_method") != "compressed-tensors":
+        return ""
+    groups = quantization.get("config_groups")
+    if groups is not None and not isinstance(groups, Mapping):
+        return "config_groups is not an object"
+    for name, group in (groups or {}).items():
+        if not isinstance(group, Mapping):
+            return f"{name} is not an object"
+        if not _is_patterns(group.get("targets")):
+            return f"the targets of {name} are not a list of names and patterns"
+        for part in ("weights", "input_activations"):
+            if not isinstance(group.get(part), Mapping | None):
+                return f"{part} of {name} is not an object"
+    return "" if _is_patterns(quantization.get("ignore")) else "ignore is not a list of names and patterns"
+
+
+def _is_patterns(value: Any) -> bool:
+    if value is None:
+        return True
+    if not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
+        return False
+    try:
+        compile_patterns(value)
+    except CallError:
+        return False
+    return True
+
+
+def _broken(what: str) -> CheckpointError:
+    return CheckpointError(Problem("header-invalid", what, "config.json", "restore the file from its source"))
