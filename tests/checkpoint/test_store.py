@@ -194,3 +194,17 @@ def test_pages_that_can_be_shared_are_asked_for_as_pages(
 def test_a_copy_from_a_file_that_ends_early_is_an_error(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(SurroundingsError, match="early"):
         copied(store, tmp_path / "out", 0, len(DATA) + 1, 0)
+
+
+@pytest.mark.parametrize("read_once", [False, True])
+def test_what_is_read_once_is_dropped_from_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_once: bool
+) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(100_000))
+    dropped: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _fd, start, nbytes, _advice: dropped.append((start, nbytes)))
+    with LocalStore(tmp_path) as store, open(tmp_path / "out", "wb") as out:
+        store.read_once = read_once
+        store.read("a.safetensors", 10, 1000)
+        store.copy_to("a.safetensors", 4096, 8192, out.fileno(), 0)
+    assert sum(nbytes for _, nbytes in dropped) == (9192 if read_once else 0)

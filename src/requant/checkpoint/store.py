@@ -25,11 +25,13 @@ class LocalStore:
     """Reads files below ``root``; each is opened once, and stays open until `close`.
 
     Names are relative with ``/``. All methods may be called from any thread. What the system refuses is a
-    SurroundingsError (``io``, ``no-space``) naming the file.
+    SurroundingsError (``io``, ``no-space``) naming the file. While ``read_once`` is set, what has been read or
+    copied is dropped from the page cache.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.read_once = False
         self._descriptors: dict[str, int] = {}
         self._lock = Lock()
 
@@ -52,6 +54,8 @@ class LocalStore:
         """Fill ``buffer`` (writable, C-contiguous) with the bytes of ``file`` from ``offset``."""
         with fsio.naming(file):
             done = fsio.read_at(self._descriptor(file), buffer, offset)
+        if self.read_once:
+            fsio.advise_done(self._descriptor(file), offset, done)
         if done < (wanted := len(fsio.byte_view(buffer))):
             message = f"ends at byte {offset + done:,}, {wanted - done:,} bytes early"
             raise SurroundingsError(Problem("io", message, file, "was it changed while it was read?"))
@@ -63,6 +67,8 @@ class LocalStore:
         """
         source = self._descriptor(file)
         while nbytes and (done := fsio.copy_some(source, offset, nbytes, fd, out_offset)):
+            if self.read_once:
+                fsio.advise_done(source, offset, done)
             offset, out_offset, nbytes = offset + done, out_offset + done, nbytes - done
         buffer = memoryview(bytearray(min(nbytes, _BOUNCE)))
         while nbytes:
@@ -70,10 +76,6 @@ class LocalStore:
             self.read_into(file, offset, piece)
             fsio.write_at(fd, piece, out_offset)
             offset, out_offset, nbytes = offset + len(piece), out_offset + len(piece), nbytes - len(piece)
-
-    def advise_done(self, file: str, offset: int, nbytes: int) -> None:
-        """Tell the kernel that these bytes will not be read again."""
-        fsio.advise_done(self._descriptor(file), offset, nbytes)
 
     def close(self) -> None:
         """Close every file; the store cannot be used afterwards."""

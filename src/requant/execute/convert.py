@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[
     that are done, named in the journal, and nothing else.
     """
     open_shards: dict[str, _OpenShard] = {}
+    plan.checkpoint.store.read_once = _outgrows_memory(plan)
 
     def release(shard: _OpenShard) -> None:
         """Take one off what is pending; the last one puts the shard in place."""
@@ -122,6 +124,12 @@ def output_files(plan: Plan) -> list[str]:
         *index,
         "config.json",
     ]
+
+
+def _outgrows_memory(plan: Plan) -> bool:
+    """Tell whether source and output would push everything else out of the page cache."""
+    traffic = sum(shard.size for shard in plan.checkpoint.shards) + sum(s.layout.data_bytes for s in plan.shards)
+    return traffic > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _is_done(shard: ShardPlan, journal: Journal) -> bool:
