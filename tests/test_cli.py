@@ -8,8 +8,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from parity.checkpoints import Source, write
 from requant import demo
 
 if TYPE_CHECKING:
@@ -161,3 +163,34 @@ def test_the_first_run_says_that_it_compiles_also_where_home_cannot_be_written(t
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         said.append("compiling kernels" in done.stderr)
     assert said == [True, False]
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = line.replace("requant", f"{sys.executable} -m requant")
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_a_stream_that_is_closed_full_or_ascii_does_not_fail_the_job(small_k3: Path, tmp_path: Path) -> None:
+    assert shell(f"requant convert {small_k3} {tmp_path / 'a'} --scheme FP8_BLOCK 2>&-").returncode == 0
+    assert shell(f"requant inspect {small_k3} >&-").returncode == 0
+    assert shell(f"requant inspect {small_k3} | head -0; exit ${{PIPESTATUS[0]}}").returncode == 0
+    full = shell(f"requant inspect {small_k3} > /dev/full")
+    assert (full.returncode, "No space left" in full.stderr, "Traceback" in full.stderr) == (3, True, False)
+    done = shell(f"requant convert {small_k3} {tmp_path / 'b'} --scheme FP8_BLOCK", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+def test_json_also_where_it_was_taken_for_a_value(small_k3: Path, tmp_path: Path) -> None:
+    done = run("convert", small_k3, tmp_path / "dst", "--scheme", "--json", code=2)
+    assert json.loads(done.stdout)["problems"]
+
+
+def test_names_from_a_checkpoint_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+    names = ["a[red]b.weight_scale", ":warning:.weight_scale", "esc\x1b[31m.weight_scale"]
+    tensors = {name: np.ones((1, 1), np.float32) for name in names}
+    src = write(Source({"model.safetensors": tensors}, {"model_type": ":smile:"}), tmp_path / "src")
+    said = run("inspect", src).stderr
+    assert "a[red]b" in said
+    assert ":warning:" in said
+    assert "\x1b" not in said
+    assert "esc\\x1b[31m" in said

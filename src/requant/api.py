@@ -71,8 +71,9 @@ def convert(
     started = time.monotonic()
     recipe = make_recipe(scheme, _texts(target), _texts(ignore), exact, on_over_span, arithmetic)
     workers = _worker_count(workers)
-    source, destination = existing_folder(src), Path(dst)
-    _check_apart(source, destination)
+    with os_errors():
+        source, destination = existing_folder(src), Path(dst)
+        _check_apart(source, destination)
     with os_errors(), open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, recipe)
         if plan.problems:
@@ -115,8 +116,8 @@ def verify(
 
     Nothing that is wrong with it is raised: it is in the result. ``strict`` makes the notes problems.
     """
-    folder = existing_folder(src)
     with os_errors():
+        folder = existing_folder(src)
         found = verify_folder(folder, level, _worker_count(workers), progress)
     if strict:
         notes = [Problem("index-mismatch", note) for note in found.notes]
@@ -127,7 +128,7 @@ def verify(
 def _worker_count(workers: int | None) -> int:
     if workers is None:
         return default_workers()
-    if workers < 1:
+    if not isinstance(workers, int) or workers < 1:
         raise CallError(Problem("bad-option", f"workers {workers}", remedy="at least 1"))
     return workers
 
@@ -142,25 +143,37 @@ def existing_folder(src: StrPath) -> Path:
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Turn an OSError that nobody has named better into a SurroundingsError."""
+    """Turn an OSError that nobody has named better into a SurroundingsError, a path with a NUL into a CallError."""
     try:
         yield
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        raise CallError(Problem("bad-source", "a path has a NUL in it")) from error
     except OSError as error:
         raise SurroundingsError(Problem("io", f"{error.filename or 'I/O'}: {error.strerror or error}")) from error
 
 
 def peak_rss() -> int:
     """Return this process's peak resident set in bytes."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # unlike ru_maxrss, not inherited from the process that started this one
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _texts(patterns: str | Sequence[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+def _texts(patterns: str | Sequence[str] | None) -> list[str]:
+    texts = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        raise CallError([Problem("bad-pattern", f"{pattern!r} is no text") for pattern in wrong])
+    return texts
 
 
 def _check_apart(source: Path, destination: Path) -> None:
-    src, dst = source.resolve(), destination.resolve()
+    src, dst = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
     if src == dst or src in dst.parents or dst in src.parents:
         message = f"{destination} and the source {source} lie one in the other"
         raise CallError(Problem("bad-destination", message, remedy="name a folder of its own"))

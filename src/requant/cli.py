@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,6 +166,7 @@ _Render = Callable[[dict[str, Any]], None]
 def _reporting(as_json: bool) -> Iterator[Callable[..., None]]:
     """Yield ``report(document, render, exit_code=0)``; whatever goes wrong is reported in the same form."""
     exit_code = 0
+    as_json = as_json or _json_wanted()
 
     def report(document: dict[str, Any], render: _Render, code: int = 0) -> None:
         nonlocal exit_code
@@ -190,6 +193,8 @@ def _reporting(as_json: bool) -> Iterator[Callable[..., None]]:
             _print_json({"ok": False, "problems": [], "notes": ["interrupted"]})
         else:
             print("interrupted; a conversion continues with the same command", file=sys.stderr)
+    except OSError as error:  # stdout's: the verbs have named every other
+        exit_code = _stdout_failed(error) or exit_code
     except Exception as error:
         if as_json:
             problem = Problem("internal", f"{type(error).__name__}: {error}", remedy="please report this")
@@ -211,15 +216,46 @@ def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
+def _json_wanted() -> bool:
+    """Tell whether the call asks for JSON, also where it could not be parsed, or took --json for a value."""
+    return "--json" in sys.argv[1:]
+
+
 def main() -> None:
     """Run the command line; a call that cannot be parsed is reported like any other failure."""
+    _make_streams_safe()
+    code = 0
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()
     except _UsageError as error:
         code = 2
-        if "--json" in sys.argv:
+        if _json_wanted():
             problem = Problem("bad-option", error.format_message(), remedy="see --help")
             _print_json({"ok": False, "problems": [problem.to_json()], "notes": []})
         else:
             error.show()
+    except KeyboardInterrupt:
+        code = 130
+    except OSError as error:
+        code = _stdout_failed(error) or code
     sys.exit(code)
+
+
+def _make_streams_safe() -> None:
+    """Let output go nowhere where a stream is closed, and what a stream cannot spell be escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _stdout_failed(error: OSError) -> int:
+    """Return the exit code of a stdout that cannot be written: 0 where its reader has just seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter's last flush goes there
+    if isinstance(error, BrokenPipeError):
+        return 0
+    print(f"stdout: {error.strerror}", file=sys.stderr)
+    return 3

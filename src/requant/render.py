@@ -9,13 +9,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller: the job is done, whoever reads of it or not."""
+        raise BrokenPipeError
+
+
+def _console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    return _Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=soft_wrap)
+
+
+def _plain(text: str) -> str:
+    """Return text out of a checkpoint as it may be printed: no markup, no control characters."""
+    return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+
+
 MOST_PROBLEMS = 50
 """How many problems are printed in full."""
 
 
 def conversion(document: Mapping[str, Any]) -> None:
     """Print a plan, or a plan and what came of it."""
-    out = Console(highlight=False)
+    out = _console()
     converted = ", ".join(f"{count:,} weights → {name}" for name, count in document["converted"].items())
     routes = ", ".join(f"{count:,} {name}" for name, count in document["routes"].items())
     out.print(f"[bold]{converted or 'nothing to convert'}[/bold]" + (f"  (routes: {routes})" if routes else ""))
@@ -40,9 +56,9 @@ def conversion(document: Mapping[str, Any]) -> None:
 
 def inspection(document: Mapping[str, Any]) -> None:
     """Print what a checkpoint holds."""
-    out = Console(highlight=False)
+    out = _console()
     family = document["family"] or "unknown family"
-    out.print(f"[bold]{escape(family)}[/bold]: {document['tensors']:,} tensors, {document['bytes']:,} bytes")
+    out.print(f"[bold]{_plain(family)}[/bold]: {document['tensors']:,} tensors, {document['bytes']:,} bytes")
     table = Table("role", "weights", "bytes", "formats", box=None, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
     for role, share in sorted(document["classes"].items(), key=lambda item: -item[1]["bytes"]):
@@ -54,7 +70,7 @@ def inspection(document: Mapping[str, Any]) -> None:
 
 def verification(document: Mapping[str, Any]) -> None:
     """Print a verdict and everything behind it."""
-    out = Console(highlight=False)
+    out = _console()
     out.print(f"{document['state']}: " + ("[green]whole[/green]" if document["ok"] else "[red]not whole[/red]"))
     _notes(document["notes"])
     problems(document["problems"])
@@ -62,7 +78,7 @@ def verification(document: Mapping[str, Any]) -> None:
 
 def comparison(document: Mapping[str, Any]) -> None:
     """Print how far two checkpoints are apart, in all and by role."""
-    out = Console(highlight=False)
+    out = _console()
     table = Table("role", "weights", "values", "differing", "SQNR dB", "max rel. error", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -77,38 +93,38 @@ def comparison(document: Mapping[str, Any]) -> None:
 
 def problems(found: Sequence[Mapping[str, str]]) -> None:
     """Print problems on stderr, each with its remedy."""
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    err = _console(stderr=True, soft_wrap=True)
     for problem in found[:MOST_PROBLEMS]:
         place = f"{problem['module']}: " if problem["module"] else ""
-        err.print(f"[red]{problem['code']}[/red] {escape(place + problem['message'])}")
+        err.print(f"[red]{problem['code']}[/red] {_plain(place + problem['message'])}")
         if problem["remedy"]:
-            err.print(f"    {escape(problem['remedy'])}")
+            err.print(f"    {_plain(problem['remedy'])}")
     if len(found) > MOST_PROBLEMS:
         err.print(f"… and {len(found) - MOST_PROBLEMS:,} more; see --json")
 
 
 def _notes(notes: Iterable[str]) -> None:
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    err = _console(stderr=True, soft_wrap=True)
     for note in notes:
-        err.print(f"[yellow]note[/yellow] {escape(note)}")
+        err.print(f"[yellow]note[/yellow] {_plain(note)}")
 
 
 def skeleton(document: Mapping[str, Any]) -> None:
     """Print what a checkpoint that has been made consists of."""
     made = f"{document['tensors']:,} tensors, {document['bytes']:,} bytes in {document['shards']} shards"
-    Console(highlight=False, soft_wrap=True).print(f"{made} → {escape(document['folder'])}")
+    _console(soft_wrap=True).print(f"{made} → {_plain(document['folder'])}")
 
 
 def demonstration(document: Mapping[str, Any]) -> None:
     """Print the demo: what was made, and both conversions of it."""
-    out = Console(highlight=False)
+    out = _console()
     source = document["source"]
     out.print(f"A small Kimi-K3, routed experts in MXFP4: {source['tensors']:,} tensors, {source['bytes']:,} bytes\n")
     for label, title in (
         ("exact", "requant convert … --scheme FP8_BLOCK"),
         ("rounded", "requant convert … --scheme FP8_BLOCK --exact off   (LLM Compressor's bytes)"),
     ):
-        out.rule(f"[bold]{escape(title)}", align="left")
+        out.rule(f"[bold]{_plain(title)}", align="left")
         conversion(document[label]["converted"])
         out.print()
         verification(document[label]["verified"])

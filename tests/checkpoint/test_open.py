@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from checkpoint.folders import Arrays, noise, write_checkpoint
-from requant.checkpoint.checkpoint import open_checkpoint
+from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from requant.checkpoint.header import TensorRef
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ def told(folder: Path) -> set[tuple[str, str]]:
     return {(problem.code, problem.module) for problem in problems(folder)}
 
 
+def tensors(checkpoint: Checkpoint) -> dict[str, TensorRef]:
+    return {ref.name: ref for shard in checkpoint.shards for ref in shard.tensors}
+
+
 def weight_map(**changes: str | None) -> dict[str, str]:
     places = {name: shard for shard, tensors in SHARDS.items() for name in tensors} | changes
     return {name: shard for name, shard in places.items() if shard is not None}
@@ -41,8 +46,8 @@ def test_every_tensor_is_found_where_the_index_says(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, SHARDS)
     with open_checkpoint(folder) as checkpoint:
         assert [header.shard for header in checkpoint.shards] == [FIRST, SECOND]
-        assert set(checkpoint.tensors) == {name for tensors in SHARDS.values() for name in tensors}
-        for ref in checkpoint.tensors.values():
+        assert set(tensors(checkpoint)) == {name for held in SHARDS.values() for name in held}
+        for ref in tensors(checkpoint).values():
             assert checkpoint.store.read(ref.shard, ref.offset, ref.nbytes) == SHARDS[ref.shard][ref.name].tobytes()
         assert checkpoint.index is not None
         assert (checkpoint.index.file, checkpoint.index.metadata) == ("model.safetensors.index.json", {})
@@ -54,7 +59,7 @@ def test_every_tensor_is_found_where_the_index_says(tmp_path: Path) -> None:
 def test_a_single_file_needs_no_index(tmp_path: Path, name: str) -> None:
     with open_checkpoint(str(write_checkpoint(tmp_path, {name: SHARDS[FIRST]}))) as checkpoint:
         assert checkpoint.index is None
-        assert set(checkpoint.tensors) == set(load_file(tmp_path / name))
+        assert set(tensors(checkpoint)) == set(load_file(tmp_path / name))
 
 
 def test_a_checkpoint_may_lack_its_config(tmp_path: Path) -> None:
@@ -70,7 +75,7 @@ def test_files_of_a_cache_are_followed(tmp_path: Path) -> None:
     for path in (tmp_path / "blobs").iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{path.name}")
     with open_checkpoint(tmp_path / "snapshot") as checkpoint:
-        assert len(checkpoint.tensors) == 5
+        assert checkpoint.tensor_count == 5
 
 
 def test_metadata_of_the_index_is_kept(tmp_path: Path) -> None:
@@ -187,11 +192,11 @@ def test_a_download_that_is_not_finished_is_told(tmp_path: Path) -> None:
 
 
 def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
-    tensors = {f"model.layers.{i}.mlp.experts.{i}.down_proj.weight": noise("U8", (1,)) for i in range(12_000)}
-    write_checkpoint(tmp_path, {"model.safetensors": tensors})
+    many = {f"model.layers.{i}.mlp.experts.{i}.down_proj.weight": noise("U8", (1,)) for i in range(12_000)}
+    write_checkpoint(tmp_path, {"model.safetensors": many})
     assert (tmp_path / "model.safetensors").stat().st_size > 1 << 20
     with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.tensors.keys() == tensors.keys()
+        assert tensors(checkpoint).keys() == many.keys()
 
 
 def test_thousands_of_differences_are_counted(tmp_path: Path) -> None:
@@ -209,4 +214,23 @@ def test_the_index_may_name_files_in_folders(tmp_path: Path) -> None:
     index = {"weight_map": dict.fromkeys(SHARDS[FIRST], "sub/m.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with open_checkpoint(tmp_path) as checkpoint:
-        assert {ref.shard for ref in checkpoint.tensors.values()} == {"sub/m.safetensors"}
+        assert {ref.shard for ref in tensors(checkpoint).values()} == {"sub/m.safetensors"}
+
+
+@pytest.mark.parametrize("folder", [".requant", ".git", ".cache"])
+def test_a_shard_in_a_tool_s_folder_is_hostile(tmp_path: Path, folder: str) -> None:
+    """What lies there is not copied, and .requant is removed at the end of a job."""
+    write_checkpoint(tmp_path, {"model.safetensors": SHARDS[FIRST]})
+    (tmp_path / folder).mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / folder / "m.safetensors")
+    index = {"weight_map": dict.fromkeys(SHARDS[FIRST], f"{folder}/m.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {problem.code for problem in problems(tmp_path)} == {"name-hostile"}
+
+
+def test_a_dangling_link_in_a_tool_s_folder_is_nobody_s_business(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"model.safetensors": SHARDS[FIRST]})
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "gone").symlink_to(tmp_path / "nowhere")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.tensor_count == len(SHARDS[FIRST])

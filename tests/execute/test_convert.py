@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import requant
 from execute.folders import contents
@@ -342,3 +344,25 @@ def test_float32_arithmetic_stores_f32_scales_on_exact_routes_too(small_k3: Path
     scales = {tensor.dtype for name, tensor in read(tmp_path / "dst").items() if name.endswith(".weight_scale")}
     assert scales == {"F32"}
     assert requant.compare(small_k3, tmp_path / "dst").classes["expert"].differing == 0
+
+
+def test_names_that_only_look_alike_when_escaped_stay_apart(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    long_name = "s" * 243 + ".safetensors"
+    src = tmp_path / "src"
+    shards = ["x/a.safetensors", "x%2Fa.safetensors", long_name]
+    (src / "x").mkdir(parents=True)
+    weights = {shard: (rng.standard_normal((300, 64))).astype(BF16) for shard in shards}
+    for number, (shard, array) in enumerate(weights.items()):
+        save_file({f"m.{number}.weight": array}, src / shard)
+    index = {"weight_map": {f"m.{number}.weight": shard for number, shard in enumerate(shards)}}
+    (src / "model.safetensors.index.json").write_text(json.dumps(index))
+    (src / "config.json").write_text("{}")
+    (src / ("t" * 250)).write_text("a side file")
+    for _ in range(5):
+        dst = tmp_path / "dst"
+        requant.convert(src, dst, "FP8_BLOCK", workers=4)
+        assert requant.verify(dst).ok
+        assert requant.compare(src, dst).to_json()["sqnr_db"] > 30
+        assert {str(path.relative_to(dst)) for path in dst.rglob("*.safetensors")} == set(shards)
+        shutil.rmtree(dst)

@@ -330,3 +330,51 @@ def test_a_dry_run_says_what_would_keep_the_job_from_starting(small_k3: Path, tm
     (tmp_path / "mine").write_text("x")
     notes = requant.convert(small_k3, tmp_path, "FP8_BLOCK", dry_run=True).to_json()["notes"]
     assert any("neither empty nor" in note for note in notes)
+
+
+def test_tensors_of_other_dtypes_that_stay_anyway_are_no_obstacle(tmp_path: Path) -> None:
+    tensors = {
+        "ids.weight": np.arange(4),
+        "model.norm.weight": np.ones(4, np.float64),
+        "model.embed_tokens.weight": np.ones((4, 4), np.int8),
+        "model.layers.0.o_proj.weight": weight(8, 64),
+    }
+    assert plan(checkpoint(tmp_path / "src", tensors), tmp_path)["converted"] == {"FP8_BLOCK": 1}
+    tensors["model.layers.0.table.weight"] = np.ones((4, 4), np.int8)
+    with pytest.raises(requant.CheckpointError, match="unknown-format"):
+        plan(checkpoint(tmp_path / "other", tensors), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x." * 300 + "weight", "a" * 600 + ".weight"])
+def test_names_without_end_are_hostile(tmp_path: Path, name: str) -> None:
+    src = checkpoint(tmp_path / "src", {name: weight(8, 64)})
+    with pytest.raises(requant.CheckpointError) as error:
+        plan(src, tmp_path)
+    assert codes(error) == ["name-hostile"]
+
+
+def test_a_name_that_repeats_what_engines_rename_is_planned(tmp_path: Path) -> None:
+    src = checkpoint(tmp_path / "src", {"layers.0." + "block_sparse_moe." * 24 + "x.weight": weight(8, 64)})
+    assert plan(src, tmp_path)["converted"] == {"FP8_BLOCK": 1}
+
+
+@pytest.mark.parametrize(
+    "words", [{"ignore": [3]}, {"target": [None]}, {"scheme": ["FP8_BLOCK"]}, {"workers": 1.5}, {"workers": 0}]
+)
+def test_words_of_the_wrong_type_are_the_calls_fault(toy: Path, tmp_path: Path, words: dict[str, Any]) -> None:
+    with pytest.raises(requant.CallError):
+        plan(toy, tmp_path, **words)
+    assert plan(toy, tmp_path, ignore=None, target=None)["ok"]
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "dangling link", "loop"])
+def test_a_destination_that_can_never_be_a_folder(toy: Path, tmp_path: Path, kind: str) -> None:
+    dst = tmp_path / "dst"
+    if kind in ("file", "below a file"):
+        dst.write_text("x")
+        dst = dst / "below" if kind == "below a file" else dst
+    else:
+        dst.symlink_to(dst if kind == "loop" else tmp_path / "nowhere")
+    assert any("bad-destination" in n for n in requant.convert(toy, dst, "FP8_BLOCK", dry_run=True).to_json()["notes"])
+    with pytest.raises(requant.CallError, match="bad-destination"):
+        requant.convert(toy, dst, "FP8_BLOCK")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from requant.checkpoint.faults import Faults
-from requant.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, ShardHeader, TensorRef, check_header
+from requant.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, ShardHeader, check_header
 from requant.checkpoint.index import INDEX_NAME, Index, read_index
 from requant.checkpoint.names import is_private, is_weight_file
 from requant.checkpoint.store import LocalStore
@@ -28,17 +28,26 @@ _SINGLE = "model.safetensors"
 class Checkpoint:
     """What the headers, the index and config.json say.
 
-    ``shards`` are in the order of their names, ``tensors`` in the order of the shards. ``index`` is None for
+    ``shards`` are in the order of their names. ``index`` is None for
     a single file, ``config`` the bytes of config.json or None; ``notes`` is what the user should know.
     As a context manager, it closes the store.
     """
 
     store: LocalStore
     shards: tuple[ShardHeader, ...]
-    tensors: dict[str, TensorRef]
     index: Index | None
     config: bytes | None
     notes: tuple[str, ...]
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors there are."""
+        return sum(len(shard.tensors) for shard in self.shards)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors; a header's check leaves neither gaps nor anything behind them."""
+        return sum(shard.size - shard.data_start for shard in self.shards)
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +66,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     root = Path(path)
     if not root.is_dir():
-        raise CallError(Problem("io", "no such folder", str(root)))
+        raise CallError(Problem("bad-source", f"{root} is not a folder"))
     store = LocalStore(root)
     try:
         with gc_paused():
@@ -74,14 +83,14 @@ def _open(store: LocalStore) -> Checkpoint:
     unread = [file for file in files if is_weight_file(file) and file not in shards and not is_private(file)]
     if unread:
         notes.append(f"weight files that are not part of the checkpoint are not read: {', '.join(unread)}")
-    headers, tensors = _read_headers(store, files, shards, faults)
+    headers = _read_headers(store, files, shards, faults)
     faults.check()
     if index is not None and index.total_size is not None:
         total_size = sum(header.size - header.data_start for header in headers)
         if index.total_size != total_size:
             notes.append(f"{index.file} claims a total_size of {index.total_size}, the tensors have {total_size}")
     config = store.read("config.json", 0, files["config.json"]) if "config.json" in files else None
-    return Checkpoint(store, headers, tensors, index, config, tuple(notes))
+    return Checkpoint(store, headers, index, config, tuple(notes))
 
 
 def _find_shards(
@@ -110,7 +119,7 @@ def _find_shards(
 
 def _read_headers(
     store: LocalStore, files: Mapping[str, int], shards: dict[str, list[str] | None], faults: Faults
-) -> tuple[tuple[ShardHeader, ...], dict[str, TensorRef]]:
+) -> tuple[ShardHeader, ...]:
     """Read the headers of ``shards`` and compare them with what the index says; uses ``shards`` up."""
     headers: list[ShardHeader] = []
     missing: dict[str, str] = {}
@@ -129,7 +138,7 @@ def _read_headers(
             missing.update(dict.fromkeys(sorted(set(indexed) - set(held)), shard))
             surplus |= set(held) - set(indexed)
     _compare(headers, missing, surplus, faults)
-    return tuple(headers), {tensor.name: tensor for header in headers for tensor in header.tensors}
+    return tuple(headers)
 
 
 def _read_header(store: LocalStore, shard: str, size: int, faults: Faults) -> ShardHeader | None:

@@ -27,6 +27,9 @@ PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit on the JSON."""
 
+MAX_NAME = 512
+"""The longest tensor name that is believed; real ones have about a hundred characters."""
+
 
 class TensorRef(NamedTuple):
     """Where a tensor lies: ``offset`` is absolute in the file ``shard``, ``nbytes`` its size there."""
@@ -104,10 +107,11 @@ def check_header(shard: str, blob: bytes, file_size: int, faults: Faults) -> Sha
     metadata = {} if metadata is None else metadata
     if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
         refuse("__metadata__ is not a map of strings to strings")
-    if "" in entries or "\0" in "".join(entries):
+    if "" in entries or "\0" in "".join(entries) or max(map(len, entries), default=0) > MAX_NAME:
         for name in entries:
-            if not name or "\0" in name:
-                refuse("tensor name empty or with a NUL", detail=repr(name), code="name-hostile")
+            if not name or "\0" in name or len(name) > MAX_NAME:
+                kind = f"tensor name empty, with a NUL, or of more than {MAX_NAME} characters"
+                refuse(kind, detail=repr(name)[:200], code="name-hostile")
 
     table = _tabulate(entries)
     complete = table is not None
@@ -175,26 +179,28 @@ class _Table(NamedTuple):
 
 def _tabulate(entries: Mapping[str, Any]) -> _Table | None:
     """Return the columns, or None if an entry is none, or has no numbers where they belong (``True``)."""
-    values = entries.values()
-    if not set(map(type, values)) <= {dict}:
+    if not entries:
+        return _Table([], [], np.empty(0, np.int64), np.empty(0, np.int64))
+    if not set(map(type, entries.values())) <= {dict}:
         return None
     try:
-        dtypes = [entry["dtype"] for entry in values]
-        lists = [entry["shape"] for entry in values]
-        places = [entry["data_offsets"] for entry in values]
+        dtypes = [entry["dtype"] for entry in entries.values()]
+        lists = [entry["shape"] for entry in entries.values()]
+        places = [entry["data_offsets"] for entry in entries.values()]
     except KeyError:
         return None
     if not (set(map(type, dtypes)) <= {str} and set(map(type, chain(lists, places))) <= {list}):
         return None
-    if not (set(map(len, places)) <= {2} and set(map(type, chain.from_iterable(chain(lists, places)))) <= {int}):
+    shapes, numbers = list(map(tuple, lists)), list(chain.from_iterable(places))
+    if not (set(map(len, places)) <= {2} and set(map(type, chain(numbers, chain.from_iterable(lists)))) <= {int}):
         return None
     try:
-        offsets = np.array(places, np.int64).reshape(-1, 2)
+        offsets = np.fromiter(numbers, np.int64, len(numbers)).reshape(-1, 2)
     except OverflowError:
         return None
     if (offsets < 0).any():
         return None
-    return _Table(list(entries), list(zip(dtypes, map(tuple, lists), strict=True)), *offsets.T)
+    return _Table(list(entries), list(zip(dtypes, shapes, strict=True)), *offsets.T)
 
 
 def _sizes(table: _Table, refuse: _Refuse) -> tuple[Sequence[str], Sequence[tuple[int, ...]], Sequence[int]]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from requant.checkpoint.names import is_hostile
+from requant.checkpoint.names import is_hostile, is_private
 from requant.checkpoint.strict_json import load_object
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def read_index(store: LocalStore, file: str, nbytes: int, faults: Faults) -> tup
     shards: defaultdict[str, list[str]] = defaultdict(list)
     for name, shard in weight_map.items():
         shards[shard].append(name)
-    for shard in [shard for shard in shards if is_hostile(shard) or not shard.endswith(".safetensors")]:
+    bad = [s for s in shards if is_hostile(s) or is_private(s) or not s.endswith(".safetensors")]
+    for shard in bad:
         faults.add("name-hostile", "not the name of a shard in this folder", file, repr(shard))
         del shards[shard]
     rest = {key: value for key, value in metadata.items() if key != "total_size"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import attrgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from requant.checkpoint.dtypes import DTYPES
@@ -60,16 +60,22 @@ def lay_out(
     The order is the safetensors library's, widest dtype first and then by name, so that every tensor starts
     at a multiple of its item size. Raises ValueError if a name occurs twice.
     """
-    # Two stable sorts are faster than one by a tuple.
-    placed: list[TensorSpec | TensorRef] = sorted((*new, *kept), key=attrgetter("name"))
-    ranks = {name: -dtype.rank for name, dtype in DTYPES.items()}
-    placed.sort(key=lambda tensor: ranks[tensor.dtype])
-    if len({tensor.name for tensor in placed}) < len(placed):
+    by_dtype: defaultdict[str, list[TensorSpec | TensorRef]] = defaultdict(list)
+    for spec in new:
+        by_dtype[spec.dtype].append(spec)
+    for ref in kept:
+        by_dtype[ref.dtype].append(ref)
+    placed: list[TensorSpec | TensorRef] = []
+    for dtype in sorted(by_dtype, key=lambda dtype: -DTYPES[dtype].rank):
+        placed += sorted(by_dtype[dtype], key=itemgetter(0))
+    if len(set(map(itemgetter(0), placed))) < len(placed):
         raise ValueError(f"a tensor name occurs twice in {shard}")
-    *starts, data_bytes = accumulate((tensor.nbytes for tensor in placed), initial=0)
-    runs = tuple(_runs(placed, starts))
+    *starts, data_bytes = accumulate([tensor.nbytes for tensor in placed], initial=0)
+    runs = tuple(_runs(placed, starts)) if kept else ()
     residue, shared_bytes = _best_residue(runs)
-    tensors = tuple(t if isinstance(t, TensorSpec) else TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in placed)
+    tensors = tuple(
+        [t if isinstance(t, TensorSpec) else TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in placed]
+    )
     return ShardLayout(shard, tensors, tuple(starts), data_bytes, metadata, runs, residue, shared_bytes)
 
 

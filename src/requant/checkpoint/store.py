@@ -10,6 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Self
 
 from requant.checkpoint import fsio
+from requant.checkpoint.names import PRIVATE_FOLDERS
 from requant.errors import Problem, SurroundingsError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class LocalStore:
         self._lock = Lock()
 
     def files(self) -> dict[str, int]:
-        """Return every regular file below the root with its size, sorted; links are followed."""
+        """Return every regular file below the root with its size, sorted; links are followed, tools' folders not."""
         return dict(sorted(self._walk(self.root, "", frozenset())))
 
     def size(self, file: str) -> int:
@@ -106,6 +107,8 @@ class LocalStore:
             entries = list(os.scandir(folder))
         for entry in entries:
             name = prefix + entry.name
+            if entry.name in PRIVATE_FOLDERS:
+                continue
             if entry.is_dir():
                 yield from self._walk(folder / entry.name, name + "/", above)
             elif entry.is_file():

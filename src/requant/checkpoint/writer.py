@@ -7,6 +7,8 @@ from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from xxhash import xxh3_64_hexdigest
+
 from requant.checkpoint import fsio
 
 if TYPE_CHECKING:
@@ -102,7 +104,8 @@ def copy_file(store: LocalStore, file: str, path: Path) -> None:
 
 
 def _replace(path: Path, fill: Callable[[int], None]) -> None:
-    temp = path.with_name(f"{path.name}.requant-tmp")
+    # A digest: the name itself may already be as long as a name can be.
+    temp = path.with_name(f".{xxh3_64_hexdigest(path.name.encode())}.requant-tmp")
     with fsio.naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

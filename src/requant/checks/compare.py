@@ -18,7 +18,7 @@ from requant.execute.pool import run_parallel
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, read_weight, tile_rows
-from requant.families.roles import role_of, template
+from requant.families.roles import Templates, role_of
 from requant.formats import FLOAT_DTYPES, FORMATS, Tile
 from requant.plan.inventory import Inventory, take_inventory
 from requant.plan.source_config import parse_config
@@ -107,7 +107,7 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, progress: Pr
             result.classes.setdefault(pair.role, Distance()).add(distance)
         advance(sum(part.nbytes for part in pair.a.parts))
 
-    total = sum(tensor.nbytes for tensor in a.tensors.values())
+    total = a.data_bytes
     with progress("comparing", total) as advance:
         run_parallel(_pairs(a, b, result), measure, workers)
     return result
@@ -117,6 +117,7 @@ def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
     """Pair the weights by module; what has no partner goes into the result's notes."""
     experts = parse_config(a.config).experts if a.config is not None else None
     left, right = _by_module(take_inventory(a)), _by_module(take_inventory(b))
+    templates = Templates()
     unmatched = []
     for module, weight in left.items():
         other = right.pop(module, None)
@@ -125,7 +126,7 @@ def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
         elif other.shape != weight.shape:
             unmatched.append(f"{module} is {list(weight.shape)} in the first, {list(other.shape)} in the second")
         else:
-            yield _Pair(role_of(template(module), weight.shape, experts).name, weight, other)
+            yield _Pair(role_of(templates.of(module), weight.shape, experts).name, weight, other)
     unmatched += [f"{module} is in the second only" for module in right]
     result.unmatched = len(unmatched)
     result.notes += unmatched[:20]

@@ -59,7 +59,7 @@ def recognise(module: str, parts: Mapping[str, TensorRef]) -> Weight | Problem:
     A payload without the scale that its dtype calls for, and a scale without a payload, are problems.
     Parts of no known format give a weight whose ``format`` is "".
     """
-    found = _classify(tuple([(suffix, part.dtype, part.shape) for suffix, part in parts.items()]))
+    found = _classify(tuple([(suffix, *part[1:3]) for suffix, part in parts.items()]))
     if found is not None:
         name, shape, dtype = found
         return Weight(module, name, shape, dtype, tuple([parts[suffix] for suffix in SUFFIXES[name]]))

@@ -95,9 +95,10 @@ def split_root(module: str) -> tuple[tuple[str, ...], str]:
 def component_spellings(path: str) -> list[tuple[str, ...]]:
     """Return for each component of a dotted path the names it goes by, its own first."""
     components = path.split(".")
-    spellings: list[tuple[str, ...]] = [
-        (name, _CONTAINER_NAMES[name]) if name in _CONTAINER_NAMES else (name,) for name in components
-    ]
+    spellings: list[tuple[str, ...]] = [(name,) for name in components]
+    for container, alias in _CONTAINER_NAMES.items():
+        if container in components:
+            spellings[components.index(container)] = (container, alias)
     match components:
         case [*_, "experts", number, leaf] if number.isdecimal() and leaf in _EXPERT_NAMES:
             spellings[-1] = (leaf, _EXPERT_NAMES[leaf])

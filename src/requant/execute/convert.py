@@ -145,7 +145,7 @@ def _open(shard: ShardPlan, plan: Plan, folder: Path) -> _OpenShard:
     else:
         header = header_bytes(layout)
     final = folder / shard.name
-    temp = folder / WORK / (shard.name.replace("/", "%2F") + ".partial")
+    temp = folder / WORK / f"{plan.shards.index(shard)}.partial"
     final.parent.mkdir(parents=True, exist_ok=True)
     return _OpenShard(shard, ShardWriter(final, temp, layout, header))
 

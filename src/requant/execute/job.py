@@ -58,7 +58,7 @@ def obstacles(plan: Plan, destination: Path, restart: bool) -> list[str]:
     try:
         check_destination(destination, fingerprint_of(plan), restart)
         lack = lack_of_space(plan, destination)
-    except CallError as error:
+    except (CallError, SurroundingsError) as error:
         return [str(problem) for problem in error.problems]
     return [lack] if lack else []
 

@@ -63,8 +63,8 @@ def read_journal(folder: Path) -> dict[str, Any] | None:
     """Return the journal of the work under way in ``folder``; None without one."""
     try:
         record = json.loads((folder / WORK / _JOURNAL).read_bytes())
-        if not isinstance(record["fingerprint"], str) or not isinstance(record["files"], list):
-            raise TypeError
+        if not all(isinstance(text, str) for text in (record["fingerprint"], *record["files"])):
+            raise TypeError("not a journal of this version")
         {shard: Values(**values) for shard, values in record["done"].items()}
     except FileNotFoundError:
         return None
@@ -79,22 +79,35 @@ def check_destination(folder: Path, fingerprint: str, restart: bool) -> bool:
 
     CallError if the folder is neither empty nor ours, or holds another job and ``restart`` is not given.
     """
+    remedy = "name a new or empty folder"
     if not folder.is_dir():
-        if folder.exists() or folder.is_symlink():
-            raise CallError(Problem("bad-destination", f"{folder} is not a folder"))
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        if folder.exists() or folder.is_symlink() or not above.is_dir():
+            raise CallError(Problem("bad-destination", f"{folder} is not, and cannot become, a folder", remedy=remedy))
+        _check_writable(above)
         return False
+    _check_writable(folder)
+    if (folder / WORK).is_symlink():
+        raise CallError(Problem("bad-destination", f"{folder / WORK} is a link", remedy=remedy))
     entries = {entry.name for entry in folder.iterdir()} - _NOT_OURS
     record = read_journal(folder)
     if record is None:
         if entries - {WORK}:
-            remedy = "name a new or empty folder"
-            raise CallError(Problem("bad-destination", f"{folder} is neither empty nor work under way", remedy=remedy))
+            message = f"{folder} is neither empty nor work under way"
+            if "config.json" in entries:
+                message += "; its config.json says that what is there is finished"
+            raise CallError(Problem("bad-destination", message, remedy=remedy))
         return False
     if record["fingerprint"] != fingerprint and not restart:
         message = f"{folder} holds an unfinished job with other options, another version or another source"
         remedy = "finish it with its own options, or --restart to discard it"
         raise CallError(Problem("fingerprint", message, remedy=remedy))
     return record["fingerprint"] == fingerprint and not restart
+
+
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SurroundingsError(Problem("io", f"{folder} cannot be written", remedy="name another DST"))
 
 
 @contextlib.contextmanager

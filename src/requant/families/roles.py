@@ -25,14 +25,24 @@ class Role(NamedTuple):
     keep: str
 
 
-def template(module: str) -> str:
-    """Return the module's name with every purely numeric component replaced by ``*``."""
-    return ".".join(["*" if part.isdecimal() else part for part in module.split(".")])
+class Templates:
+    """Templates of module names: every purely numeric component replaced by ``*``. Remembers those of parents."""
+
+    def __init__(self) -> None:
+        self._parents = {"": ""}
+
+    def of(self, module: str) -> str:
+        """Return the template of a module's name."""
+        parent, dot, leaf = module.rpartition(".")
+        known = self._parents.get(parent)
+        if known is None:
+            known = self._parents[parent] = self.of(parent)
+        return known + dot + ("*" if leaf.isdecimal() else leaf)
 
 
 @lru_cache(maxsize=65536)
 def role_of(name_template: str, shape: tuple[int, ...], experts: int | None) -> Role:
-    """Return the role of a module (its ``template``), of its logical shape, in a model of so many experts."""
+    """Return the role of a module (its template), of its logical shape, in a model of so many experts."""
     parent, _, leaf = name_template.rpartition(".")
     keep = _named_keep(name_template, parent, leaf, shape, experts)
     if keep:

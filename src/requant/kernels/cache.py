@@ -48,7 +48,8 @@ def _preferred_roots() -> list[Path]:
 def _writable(directory: Path) -> bool:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(bytes(4096))  # a full disk takes an empty file
     except OSError:
         return False
     return True

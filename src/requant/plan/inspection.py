@@ -8,7 +8,7 @@ from typing import Any
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.errors import CheckpointError
-from requant.families.roles import role_of, template
+from requant.families.roles import Templates, role_of
 from requant.plan.describe import disagreements
 from requant.plan.inventory import take_inventory
 from requant.plan.source_config import NO_CONFIG, parse_config
@@ -76,18 +76,18 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         formats[name] = formats.get(name, Share()).plus(nbytes)
         classes[role, name] = classes.get((role, name), Share()).plus(nbytes)
 
+    templates = Templates()
     for weight in inventory.weights:
         name = weight.dtype if weight.format == "dense" else weight.format or "unknown"
-        role = role_of(template(weight.module), weight.shape, source.experts).name
+        role = role_of(templates.of(weight.module), weight.shape, source.experts).name
         count(role, name, sum(part.nbytes for part in weight.parts))
     for tensor in inventory.others:
         count("other", tensor.dtype, tensor.nbytes)
     notes += [str(problem) for problem in inventory.problems]
     notes += disagreements(source, inventory.weights)
-    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     return Inspection(
-        len(checkpoint.tensors),
-        total,
+        checkpoint.tensor_count,
+        checkpoint.data_bytes,
         formats,
         classes,
         source.family,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
@@ -72,12 +73,12 @@ class Plan:
         shared = sum(shard.layout.shared_bytes for shard in self.shards)
         return {
             "ok": not self.problems,
-            "bytes_in": sum(tensor.nbytes for tensor in self.checkpoint.tensors.values()),
+            "bytes_in": self.checkpoint.data_bytes,
             "bytes_read": sum(part.nbytes for job in jobs for part in job.weight.parts),
             "bytes_out": bytes_out,
             "bytes_written": bytes_out - shared,
             "bytes_shared": shared,
-            "tensors_in": len(self.checkpoint.tensors),
+            "tensors_in": self.checkpoint.tensor_count,
             "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
             "converted": {self.recipe.scheme.name: len(jobs)} if jobs else {},
             "routes": dict(Counter(job.route.kind for job in jobs)),
@@ -117,6 +118,7 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 
 def _jobs(weights: Iterable[Weight], recipe: Recipe, dtype: str) -> list[Job]:
     """Give every weight its route and its output parts; the work is done once per kind of weight."""
+    new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
     kinds: dict[tuple[str, str, tuple[int, ...]], tuple[Route, tuple[Part, ...], list[_Output]]] = {}
     jobs = []
     for weight in weights:
@@ -131,7 +133,7 @@ def _jobs(weights: Iterable[Weight], recipe: Recipe, dtype: str) -> list[Job]:
             kinds[kind] = route, parts, outputs
         route, parts, outputs = kinds[kind]
         module = weight.module
-        specs = tuple([TensorSpec(module + suffix, *rest) for suffix, rest in outputs])
+        specs = tuple([new_spec((module + suffix, *rest)) for suffix, rest in outputs])
         jobs.append(Job(weight, route, parts, specs))
     return jobs
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from requant.dialects.recognise import Weight, is_bank
 from requant.errors import Problem
-from requant.families.roles import role_of, template
+from requant.families.roles import Templates, role_of
 from requant.formats import FORMATS
 from requant.recipe.patterns import LINEAR, PatternSet
 from requant.recipe.recipe import Recipe
@@ -39,14 +39,15 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
     """
     found = Selection()
     chooser = _Chooser(recipe, experts)
+    target = recipe.scheme.format
     for weight in weights:
         reason = chooser.keep_reason(weight)
+        if not reason and weight.format != target and _divides(weight, target):
+            found.converted.append(weight)
+            continue
         fault = None if reason in ("ignore", "not-targeted") else _fault(weight, recipe, reason)
         if fault is not None:
             found.problems.append(fault)
-        elif not reason and weight.format != recipe.scheme.format:
-            found.converted.append(weight)
-            continue
         elif not reason:
             reason = f"already-{recipe.scheme.name}"
             found.already.append(weight)
@@ -69,6 +70,7 @@ class _Chooser:
         self._linear = any(pattern.text == LINEAR for pattern in recipe.targets)
         self._named = PatternSet(pattern for pattern in recipe.targets if pattern.text != LINEAR)
         self._ignore = PatternSet(recipe.ignore)
+        self._templates = Templates()
         self._used: set[str] = set()
         self._overridden: Counter[str] = Counter()
 
@@ -78,10 +80,10 @@ class _Chooser:
         if ignored is not None:
             self._used.add(ignored.text)
             return "ignore"
-        named = self._named.first(weight.module)
+        named = self._named.first(weight.module) if self._named else None
         if named is None and not self._linear:
             return "not-targeted"
-        keep = role_of(template(weight.module), weight.shape, self._experts).keep
+        keep = role_of(self._templates.of(weight.module), weight.shape, self._experts).keep
         if named is not None:
             self._used.add(named.text)
             if keep and len(weight.shape) == 2:
@@ -111,14 +113,18 @@ def _fault(weight: Weight, recipe: Recipe, keep: str) -> Problem | None:
     if is_bank(module, weight.shape):
         message = f"{shape} in {weight.parts[0].shard}: all experts of a layer in one tensor, which is not divided yet"
         return Problem("unknown-format", message, module, "--ignore it")
-    if not weight.format:
+    if not weight.format and (not keep or len(weight.parts) > 1):  # one part is a tensor of some dtype, to be kept
         parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)} in {part.shard}" for part in weight.parts)
         return Problem("unknown-format", f"no known format has these parts: {parts}", module, "--ignore it")
     if keep == "not-2d" and any(pattern.text == module for pattern in recipe.targets):
         message = f"a target names it, but it is {shape} (in {weight.parts[0].shard})"
         return Problem("not-2d", message, module, "only 2-D weights are converted; drop the target")
-    multiple = FORMATS[scheme.format].multiple
-    if not keep and weight.format != scheme.format and weight.shape[1] % multiple:
+    if not keep and weight.format != scheme.format:
+        multiple = FORMATS[scheme.format].multiple
         message = f"{shape} in {weight.parts[0].shard}: {scheme.name} needs columns in multiples of {multiple}"
         return Problem("indivisible", message, module, "--ignore it")
     return None
+
+
+def _divides(weight: Weight, target: str) -> bool:
+    return bool(weight.format) and len(weight.shape) == 2 and weight.shape[1] % FORMATS[target].multiple == 0

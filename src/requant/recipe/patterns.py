@@ -43,6 +43,9 @@ class PatternSet:
         self._within = tuple(pattern.within for pattern in self._patterns if pattern.within)
         self._others = any(not pattern.within for pattern in self._patterns)
 
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
     def first(self, module: str) -> Pattern | None:
         """Return the first pattern that names ``module``."""
         if not self._others and not any(map(module.__contains__, self._within)):

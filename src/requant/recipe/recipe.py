@@ -42,7 +42,7 @@ def make_recipe(
 ) -> Recipe:
     """Build a recipe from the words of a call; CallError lists everything that is wrong with them."""
     problems = []
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         problems.append(Problem("bad-option", f"unknown scheme {scheme!r}", remedy=f"one of {', '.join(SCHEMES)}"))
     for option, value, choices in (
         ("exact", exact, get_args(Exact)),
