@@ -28,7 +28,7 @@ def spec(name: str, array: np.ndarray) -> TensorSpec:
 def written(layout: ShardLayout, tensors: Arrays, source: bytes) -> bytes:
     """Build the file that the layout describes: copies from ``source``, the rest from ``tensors``."""
     data = bytearray(layout.data_bytes)
-    for tensor, start in zip(layout.tensors, layout.starts, strict=True):
+    for tensor, start in zip(layout.tensors, layout.starts(), strict=True):
         if tensor.name in tensors:
             data[start : start + tensor.nbytes] = tensors[tensor.name].tobytes()
     for run in layout.runs:

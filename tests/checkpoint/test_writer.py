@@ -44,7 +44,7 @@ def open_writer(folder: Path) -> ShardWriter:
 
 def write_all(writer: ShardWriter) -> None:
     plan = layout()
-    for tensor, start in zip(plan.tensors, plan.starts, strict=True):
+    for tensor, start in zip(plan.tensors, plan.starts(), strict=True):
         writer.write(start, TENSORS[tensor.name].view("uint8") if tensor.nbytes else b"")
 
 

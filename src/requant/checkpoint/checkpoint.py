@@ -79,11 +79,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def _open(store: LocalStore) -> Checkpoint:
     faults, notes = Faults(), list[str]()
     files = store.files()
-    index, shards = _find_shards(store, files, faults)
+    index, shards, weight_map = _find_shards(store, files, faults)
     unread = [file for file in files if is_weight_file(file) and file not in shards and not is_private(file)]
     if unread:
         notes.append(f"weight files that are not part of the checkpoint are not read: {', '.join(unread)}")
-    headers = _read_headers(store, files, shards, faults)
+    headers = _read_headers(store, files, shards, weight_map, faults)
     faults.check()
     if index is not None and index.total_size is not None:
         total_size = sum(header.size - header.data_start for header in headers)
@@ -95,8 +95,8 @@ def _open(store: LocalStore) -> Checkpoint:
 
 def _find_shards(
     store: LocalStore, files: Mapping[str, int], faults: Faults
-) -> tuple[Index | None, dict[str, list[str] | None]]:
-    """Return the index and, by shard, the tensors it should hold (None: whatever it holds)."""
+) -> tuple[Index | None, list[str], dict[str, str] | None]:
+    """Return the index, the shards, and the shard that each tensor should be in (None: no index says so)."""
     here = [file for file in files if "/" not in file]
     weights = [file for file in here if file.endswith(_SUFFIX)]
     indexes = [file for file in here if file.endswith(_SUFFIX + ".index.json")]
@@ -107,37 +107,35 @@ def _find_shards(
     elif indexes:
         parsed = read_index(store, indexes[0], files[indexes[0]], faults)
         if parsed is not None:
-            return parsed[0], dict(parsed[1])
+            index, weight_map = parsed
+            return index, sorted(set(weight_map.values())), weight_map
     elif _SINGLE in weights or len(weights) == 1:
-        return None, {_SINGLE if _SINGLE in weights else weights[0]: None}
+        return None, [_SINGLE if _SINGLE in weights else weights[0]], None
     elif weights:
         faults.add("index-mismatch", "several weight files and no index", "", ", ".join(weights))
     else:
         faults.add("index-mismatch", "no safetensors file", str(store.root))
-    return None, {}
+    return None, [], None
 
 
 def _read_headers(
-    store: LocalStore, files: Mapping[str, int], shards: dict[str, list[str] | None], faults: Faults
+    store: LocalStore, files: Mapping[str, int], shards: list[str], weight_map: dict[str, str] | None, faults: Faults
 ) -> tuple[ShardHeader, ...]:
-    """Read the headers of ``shards`` and compare them with what the index says; uses ``shards`` up."""
+    """Read the headers of ``shards`` and compare them with what the index says."""
     headers: list[ShardHeader] = []
-    missing: dict[str, str] = {}
-    surplus: set[str] = set()
-    for shard in list(shards):
-        indexed = shards.pop(shard)  # its half a million names make room for those of the headers
+    unread: set[str] = set()
+    for shard in shards:
         if shard not in files:
+            unread.add(shard)
             faults.add("index-mismatch", "the index names a file that is not there", shard)
             continue
         header = _read_header(store, shard, files[shard], faults)
         if header is None:
+            unread.add(shard)
             continue
         headers.append(header)
-        held = [tensor.name for tensor in header.tensors]
-        if indexed is not None and indexed != held:  # both are in file order, mostly
-            missing.update(dict.fromkeys(sorted(set(indexed) - set(held)), shard))
-            surplus |= set(held) - set(indexed)
-    _compare(headers, missing, surplus, faults)
+    if weight_map is not None:
+        _compare(headers, weight_map, unread, faults)
     return tuple(headers)
 
 
@@ -149,23 +147,28 @@ def _read_header(store: LocalStore, shard: str, size: int, faults: Faults) -> Sh
     return check_header(shard, blob, size, faults)
 
 
-def _compare(headers: list[ShardHeader], missing: dict[str, str], surplus: set[str], faults: Faults) -> None:
+def _compare(headers: list[ShardHeader], weight_map: dict[str, str], unread: set[str], faults: Faults) -> None:
     """Report what the index promises and a shard lacks, and what a shard holds beyond that."""
+    in_place = 0
+    for header in headers:
+        in_place += [weight_map.get(tensor.name) for tensor in header.tensors].count(header.shard)
+    if in_place == len(weight_map) == sum(len(header.tensors) for header in headers):
+        return
     found: dict[str, list[str]] = {}
-    for header in headers if surplus else ():
+    for header in headers:
         for tensor in header.tensors:
-            if tensor.name in surplus:
-                found.setdefault(tensor.name, []).append(header.shard)
+            found.setdefault(tensor.name, []).append(header.shard)
     for name, shards in found.items():
         place = ", ".join(shards)
-        if name in missing:
-            faults.add("index-mismatch", "not where the index says", name, f"in {place}, not {missing.pop(name)}")
+        if name not in weight_map:
+            faults.add("index-mismatch", "not in the index", name, f"in {place}")
         elif len(shards) > 1:
             faults.add("index-mismatch", "in more than one shard", name, place)
-        else:
-            faults.add("index-mismatch", "not in the index", name, f"in {place}")
-    for name, shard in missing.items():
-        faults.add("index-mismatch", "in the index, not in its shard", name, f"not in {shard}")
+        elif shards[0] != weight_map[name] and weight_map[name] not in unread:
+            faults.add("index-mismatch", "not where the index says", name, f"in {place}, not {weight_map[name]}")
+    for name, shard in weight_map.items():
+        if name not in found and shard not in unread:
+            faults.add("index-mismatch", "in the index, not in its shard", name, f"not in {shard}")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,11 @@ class Index:
     total_size: Any
 
 
-def read_index(store: LocalStore, file: str, nbytes: int, faults: Faults) -> tuple[Index, dict[str, list[str]]] | None:
-    """Return the index (of ``nbytes`` bytes), and the names of the tensors of each shard, sorted by shard.
+def read_index(store: LocalStore, file: str, nbytes: int, faults: Faults) -> tuple[Index, dict[str, str]] | None:
+    """Return the index (of ``nbytes`` bytes) and its weight_map, tensor to shard.
 
     What is wrong goes to ``faults`` (``index-mismatch``, ``name-hostile``), and None is returned if nothing
-    can be made of it. A shard with a hostile name is left out.
+    can be made of it. The tensors of a shard with a hostile name are left out.
     """
     try:
         document = load_object(store.read(file, 0, nbytes))
@@ -43,12 +42,11 @@ def read_index(store: LocalStore, file: str, nbytes: int, faults: Faults) -> tup
     except ValueError as error:
         faults.add("index-mismatch", "the index cannot be read", file, str(error))
         return None
-    shards: defaultdict[str, list[str]] = defaultdict(list)
-    for name, shard in weight_map.items():
-        shards[shard].append(name)
+    shards = dict.fromkeys(weight_map.values())
     bad = [s for s in shards if is_hostile(s) or is_private(s) or not s.endswith(".safetensors")]
     for shard in bad:
         faults.add("name-hostile", "not the name of a shard in this folder", file, repr(shard))
-        del shards[shard]
+    if bad:
+        weight_map = {name: shard for name, shard in weight_map.items() if shard not in bad}
     rest = {key: value for key, value in metadata.items() if key != "total_size"}
-    return Index(file, rest, metadata.get("total_size")), dict(sorted(shards.items()))
+    return Index(file, rest, metadata.get("total_size")), weight_map

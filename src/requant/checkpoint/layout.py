@@ -38,18 +38,21 @@ class CopyRun(NamedTuple):
 class ShardLayout:
     """The tensors of an output shard in their order, and which bytes of it are copies.
 
-    ``starts`` are relative to the data start, which is ``residue`` modulo 4096 (None: any multiple of 8).
+    The data start is ``residue`` modulo 4096 (None: any multiple of 8).
     ``shared_bytes`` then lie in whole 4-KiB pages that a reflinking file system shares with the source.
     """
 
     shard: str
     tensors: tuple[TensorSpec, ...]
-    starts: tuple[int, ...]
     data_bytes: int
     metadata: Mapping[str, str]
     runs: tuple[CopyRun, ...]
     residue: int | None
     shared_bytes: int
+
+    def starts(self) -> list[int]:
+        """Return where each tensor starts, relative to the data start."""
+        return list(accumulate([tensor.nbytes for tensor in self.tensors], initial=0))[:-1]
 
 
 def lay_out(
@@ -76,7 +79,7 @@ def lay_out(
     tensors = tuple(
         [t if isinstance(t, TensorSpec) else TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in placed]
     )
-    return ShardLayout(shard, tensors, tuple(starts), data_bytes, metadata, runs, residue, shared_bytes)
+    return ShardLayout(shard, tensors, data_bytes, metadata, runs, residue, shared_bytes)
 
 
 def header_bytes(layout: ShardLayout) -> bytes:

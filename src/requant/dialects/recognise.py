@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,16 +53,18 @@ def is_bank(module: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 3 and module.rpartition(".")[0].endswith(".experts")
 
 
-def recognise(module: str, parts: Mapping[str, TensorRef]) -> Weight | Problem:
-    """Return the weight that ``parts`` (suffix → tensor) store.
+def recognise(module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
+    """Return the weight that ``tensors``, called ``module.suffix``, are the parts of.
 
     A payload without the scale that its dtype calls for, and a scale without a payload, are problems.
     Parts of no known format give a weight whose ``format`` is "".
     """
-    found = _classify(tuple([(suffix, *part[1:3]) for suffix, part in parts.items()]))
+    start = len(module) + 1
+    found = _classify(tuple([(tensor[0][start:], tensor[1], tensor[2]) for tensor in tensors]))
     if found is not None:
-        name, shape, dtype = found
-        return Weight(module, name, shape, dtype, tuple([parts[suffix] for suffix in SUFFIXES[name]]))
+        name, shape, dtype, order = found
+        return Weight(module, name, shape, dtype, tuple([tensors[place] for place in order]))
+    parts = {tensor.name[start:]: tensor for tensor in tensors}
     where = ", ".join(f"{suffix} {part.dtype} {list(part.shape)} in {part.shard}" for suffix, part in parts.items())
     payload = next((parts[suffix] for suffix in PAYLOADS if suffix in parts), None)
     if payload is None:
@@ -78,8 +80,9 @@ def recognise(module: str, parts: Mapping[str, TensorRef]) -> Weight | Problem:
 @lru_cache(maxsize=4096)
 def _classify(
     signature: tuple[tuple[str, str, tuple[int, ...]], ...],
-) -> tuple[str, tuple[int, ...], str] | None:
-    """Return (format, logical shape, float dtype) of a set of (suffix, dtype, shape), or None."""
+) -> tuple[str, tuple[int, ...], str, tuple[int, ...]] | None:
+    """Return format, logical shape, float dtype and the parts' places among these (suffix, dtype, shape), or None."""
+    places = [suffix for suffix, _, _ in signature]
     stored = {suffix: (dtype, shape) for suffix, dtype, shape in signature}
     for name, suffixes in SUFFIXES.items():
         if stored.keys() != set(suffixes):
@@ -87,7 +90,7 @@ def _classify(
         payload_dtype, payload_shape = stored[suffixes[0]]
         if name == "dense":
             if payload_dtype in FLOAT_DTYPES:
-                return name, payload_shape, payload_dtype
+                return name, payload_shape, payload_dtype, (0,)
             continue
         if len(payload_shape) != 2:
             continue
@@ -100,5 +103,5 @@ def _classify(
                 stored[suffix][0] in (part.dtype, part.spells) and part.shape == stored[suffix][1]
                 for part, suffix in zip(wanted, suffixes, strict=True)
             ):
-                return name, shape, dtype
+                return name, shape, dtype, tuple(places.index(suffix) for suffix in suffixes)
     return None

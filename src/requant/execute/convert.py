@@ -58,11 +58,11 @@ def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[
         journal.mark_done(shard.plan.name, shard.values)
 
     def items() -> Iterator[tuple[_OpenShard, _Work, int]]:
-        for shard_plan in plan.shards:
+        for number, shard_plan in enumerate(plan.shards):
             if _is_done(shard_plan, journal):
                 advance(shard_plan.layout.data_bytes)
                 continue
-            shard = open_shards[shard_plan.name] = _open(shard_plan, plan, journal.folder)
+            shard = open_shards[shard_plan.name] = _open(shard_plan, plan, journal.folder, f"{number}.partial")
             for work, nbytes in _shard_work(shard, plan):
                 with shard.lock:
                     shard.pending += 1
@@ -137,7 +137,7 @@ def _is_done(shard: ShardPlan, journal: Journal) -> bool:
     return shard.name in journal.done and path.is_file() and path.stat().st_size > shard.layout.data_bytes
 
 
-def _open(shard: ShardPlan, plan: Plan, folder: Path) -> _OpenShard:
+def _open(shard: ShardPlan, plan: Plan, folder: Path, temp: str) -> _OpenShard:
     layout = shard.layout
     if shard.verbatim:
         source = next(header for header in plan.checkpoint.shards if header.shard == shard.name)
@@ -145,9 +145,8 @@ def _open(shard: ShardPlan, plan: Plan, folder: Path) -> _OpenShard:
     else:
         header = header_bytes(layout)
     final = folder / shard.name
-    temp = folder / WORK / f"{plan.shards.index(shard)}.partial"
     final.parent.mkdir(parents=True, exist_ok=True)
-    return _OpenShard(shard, ShardWriter(final, temp, layout, header))
+    return _OpenShard(shard, ShardWriter(final, folder / WORK / temp, layout, header))
 
 
 def _shard_work(shard: _OpenShard, plan: Plan) -> Iterator[tuple[_Work, int]]:
@@ -156,12 +155,12 @@ def _shard_work(shard: _OpenShard, plan: Plan) -> Iterator[tuple[_Work, int]]:
     for run in layout.runs:
         for piece in _pieces(run):
             yield partial(_copy, writer, store, piece), piece.nbytes
-    start_of = {spec.name: start for spec, start in zip(layout.tensors, layout.starts, strict=True)}
+    start_of = {spec.name: start for spec, start in zip(layout.tensors, layout.starts(), strict=True)}
     for job in shard.plan.jobs:
-        state = JobState(job, tuple(start_of[spec.name] for spec in job.specs))
-        tiles = list(tile_rows(job.weight, job.route.widest_item))
+        state = JobState(job, tuple(start_of[name] for name in job.names))
+        tiles = list(tile_rows(job.weight, job.kind.route.widest_item))
         state.remaining = len(tiles)
-        nbytes = sum(spec.nbytes for spec in job.specs)
+        nbytes = sum(nbytes for _, (_, _, nbytes) in job.kind.outputs)
         for rows in tiles:
             share = nbytes * (rows.last - rows.first) // job.weight.shape[0]
             yield partial(convert_tile, state, rows, store, writer), share

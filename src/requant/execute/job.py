@@ -45,7 +45,7 @@ def scan_job(plan: Plan, workers: int, progress: Progress, *, count_over_span: b
     values = Values(over_span=sum(findings.over_span.values()))
     for job in plan.jobs():
         count = job.weight.shape[0] * job.weight.shape[1]
-        if job.route.exact is None:
+        if job.kind.route.exact is None:
             values.rounded += count
         else:
             values.exact += count

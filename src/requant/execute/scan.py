@@ -50,7 +50,7 @@ def scan(plan: Plan, workers: int, advance: Callable[[int], None], *, count_over
                 with lock:
                     findings.problems.append(problem)
                 return
-            exact = job.route.exact
+            exact = job.kind.route.exact
             if count_over_span and exact is not None and exact.suspects(scales[0].bits).any():
                 values = exact.over_span(read_weight(store, job.weight, rows, scratch))
                 if values:
@@ -69,7 +69,7 @@ def _quantized(plan: Plan) -> Iterator[Job]:
 def _read_scales(job: Job, rows: Rows, store: LocalStore, scratch: Scratch) -> list[Tile]:
     """Read what belongs to some rows of every part but the payload."""
     weight = job.weight
-    parts = job.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
+    parts = job.kind.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
     return [
         read_part(store, weight.parts[index], parts[index], rows, scratch, f"source {index}")
         for index in range(1, len(parts))
@@ -81,7 +81,7 @@ def _nan_scale(job: Job, rows: Rows, scales: list[Tile]) -> Problem | None:
     from requant.kernels import compare
 
     weight = job.weight
-    parts = job.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
+    parts = job.kind.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
     for ref, part, tile in zip(weight.parts[1:], parts[1:], scales, strict=True):
         bad = compare.first_nonfinite(tile.bits, part.spells)
         if bad >= 0:

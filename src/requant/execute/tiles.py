@@ -90,22 +90,22 @@ class JobState:
 
     def prepare(self) -> None:
         """Allocate the scales."""
-        self.scales = tuple(np.empty(part.shape, NUMPY_BITS[part.dtype]) for part in self.job.parts[1:])
+        self.scales = tuple(np.empty(part.shape, NUMPY_BITS[part.dtype]) for part in self.job.kind.parts[1:])
 
 
 def convert_tile(state: JobState, rows: Rows, store: LocalStore, writer: ShardWriter, scratch: Scratch) -> Values:
     """Convert some rows of a weight; whoever does a weight's last tile writes its scales."""
     job = state.job
-    weight, route = job.weight, job.route
+    weight, route = job.weight, job.kind.route
     columns = weight.shape[1]
     source = read_weight(store, weight, rows, scratch)
-    payload = job.parts[0]
+    payload = job.kind.parts[0]
     codes = scratch.tile("target", payload.dtype, rows.last - rows.first, payload.shape[1])
     with state.lock:
         if not state.scales:
             state.prepare()
     target = [codes]
-    for part, scale in zip(job.parts[1:], state.scales, strict=True):
+    for part, scale in zip(job.kind.parts[1:], state.scales, strict=True):
         first, last = rows.of(part)
         target.append(Tile(scale[first:last], part.dtype))
     count = (rows.last - rows.first) * columns

@@ -45,7 +45,7 @@ def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
     ranked, scheme_number = _rank(schemes.values())
     if not ranked:
         raise ValueError("no module has a scheme")
-    templates = _templates(schemes, scheme_number)
+    templates = _templates(_one_expert_of_each(schemes), scheme_number)
     verdicts = _verdicts_by_suffix(templates)
     if len(ranked) == 1:
         targets = [["Linear"]]
@@ -54,6 +54,22 @@ def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
     config = _envelope(ranked, targets, ignore=_patterns(templates, _KEPT, verdicts))
     _prove(config, templates)
     return config
+
+
+def _one_expert_of_each(schemes: Mapping[str, Group | None]) -> Mapping[str, Group | None]:
+    """Leave one expert to stand for its layer, if in no layer the experts differ: hundreds say the same."""
+    told: dict[tuple[str, str], Group | None] = {}
+    few: dict[str, Group | None] = {}
+    for module, scheme in schemes.items():
+        layer, dot, expert = module.rpartition(".experts.")
+        number, _, leaf = expert.partition(".")
+        if not dot or not number.isdecimal():
+            few[module] = scheme
+        elif (layer, leaf) not in told:
+            told[layer, leaf] = few[module] = scheme
+        elif told[layer, leaf] is not scheme and told[layer, leaf] != scheme:
+            return schemes
+    return few
 
 
 def _envelope(ranked: Sequence[Group], targets: Sequence[list[str]], ignore: list[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,6 @@ from requant.schemes import SCHEMES, Scheme
 
 TIED_HEAD = "lm_head"
 """The output head that engines build for every model; tied to the embeddings, it has no tensor on disk."""
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 FORMAT_GROUP: Mapping[str, Group] = {scheme.format: scheme.group for scheme in SCHEMES.values()}
 """Storage format → the group of a weight in it of which nothing more is known."""
@@ -54,7 +51,7 @@ def describe(
         groups[weight.module] = known[key]
     if problems:
         raise CheckpointError(problems)
-    if not any(module.rpartition(".")[2] == TIED_HEAD for module in groups):
+    if not any(module.endswith(TIED_HEAD) for module in groups):
         groups[TIED_HEAD] = None
     return synthesize(groups)
 
@@ -69,13 +66,14 @@ def disagreements(source: SourceConfig, weights: Iterable[Weight]) -> list[str]:
     if not source.is_compressed_tensors:
         return []
     resolver = Resolver(source.quantization)
-    claims: dict[str, bool] = {}
+    claims: dict[tuple[str, str], bool] = {}
     dense_claimed: list[str] = []
     quantized_unclaimed: list[str] = []
     for weight in weights:
         if len(weight.shape) != 2:
             continue
-        name = _EXPERT.sub(".experts.*.", weight.module)  # engines ask for expert 0 only
+        layer, _, expert = weight.module.rpartition(".experts.")
+        name = layer, expert.partition(".")[2] if layer else expert  # engines ask for one expert of a layer
         if name not in claims:
             claims[name] = resolver(weight.module) is not None
         if claims[name] and weight.format == "dense":

@@ -25,17 +25,14 @@ class Inventory:
 
 def take_inventory(checkpoint: Checkpoint) -> Inventory:
     """Group the tensors into weights; a missing or orphaned part is a problem."""
-    modules: dict[str, dict[str, TensorRef]] = {}
+    modules: dict[str, tuple[TensorRef, ...]] = {}
     others: list[TensorRef] = []
     banks: list[Weight] = []  # all experts of a layer in one tensor, named without a part suffix
     for shard in checkpoint.shards:
         for tensor in shard.tensors:
             module, _, suffix = tensor.name.rpartition(".")
             if suffix in PART_SUFFIXES and module:
-                parts = modules.get(module)
-                if parts is None:
-                    parts = modules[module] = {}
-                parts[suffix] = tensor
+                modules[module] = (*modules.get(module, ()), tensor)
             elif is_bank(tensor.name, tensor.shape):
                 format_name = "dense" if tensor.dtype in FLOAT_DTYPES else ""
                 banks.append(Weight(tensor.name, format_name, tensor.shape, tensor.dtype, (tensor,)))

@@ -25,17 +25,28 @@ from requant.plan.select import select
 from requant.plan.source_config import parse_config
 from requant.recipe.recipe import Recipe
 
-_Output = tuple[str, tuple[str, tuple[int, ...], int]]
-"""The suffix of an output part's name, and its dtype, shape and bytes."""
+
+class Kind(NamedTuple):
+    """What all weights of one format, dtype and shape have in common: their route, and the parts it makes.
+
+    ``outputs`` are the suffix of each part's name, and its dtype, shape and bytes.
+    """
+
+    route: Route
+    parts: tuple[Part, ...]
+    outputs: tuple[tuple[str, tuple[str, tuple[int, ...], int]], ...]
 
 
 class Job(NamedTuple):
-    """A weight to convert, and the output parts that replace it, in the target format's order."""
+    """A weight to convert."""
 
     weight: Weight
-    route: Route
-    parts: tuple[Part, ...]
-    specs: tuple[TensorSpec, ...]
+    kind: Kind
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parts that replace it, in the target format's order."""
+        return tuple(self.weight.module + suffix for suffix, _ in self.kind.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,7 @@ class Plan:
             "tensors_in": self.checkpoint.tensor_count,
             "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
             "converted": {self.recipe.scheme.name: len(jobs)} if jobs else {},
-            "routes": dict(Counter(job.route.kind for job in jobs)),
+            "routes": dict(Counter(job.kind.route.kind for job in jobs)),
             "kept": self.kept,
             "kept_reasons": self.kept_reasons,
             "problems": [problem.to_json() for problem in self.problems],
@@ -117,24 +128,21 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 
 
 def _jobs(weights: Iterable[Weight], recipe: Recipe, dtype: str) -> list[Job]:
-    """Give every weight its route and its output parts; the work is done once per kind of weight."""
-    new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
-    kinds: dict[tuple[str, str, tuple[int, ...]], tuple[Route, tuple[Part, ...], list[_Output]]] = {}
+    """Give every weight its route; the thinking is done once per kind of weight."""
+    kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
     jobs = []
     for weight in weights:
-        kind = weight.format, weight.dtype, weight.shape
-        if kind not in kinds:
+        key = weight.format, weight.dtype, weight.shape
+        kind = kinds.get(key)
+        if kind is None:
             route = route_of(weight, recipe, dtype)
             parts = route.target.parts((weight.shape[0], weight.shape[1]), route.scale_dtype)
-            outputs = [
+            outputs = tuple(
                 (part_suffix(route.target.name, index), (part.dtype, part.shape, payload_bytes(part.dtype, part.shape)))
                 for index, part in enumerate(parts)
-            ]
-            kinds[kind] = route, parts, outputs
-        route, parts, outputs = kinds[kind]
-        module = weight.module
-        specs = tuple([new_spec((module + suffix, *rest)) for suffix, rest in outputs])
-        jobs.append(Job(weight, route, parts, specs))
+            )
+            kind = kinds[key] = Kind(route, parts, outputs)
+        jobs.append(Job(weight, kind))
     return jobs
 
 
@@ -145,6 +153,7 @@ def _lay_out(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[ShardPlan]:
     for job in jobs:
         by_shard.setdefault(job.weight.parts[0].shard, []).append(job)
         replaced.update(part.name for part in job.weight.parts)
+    new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
     plans = []
     for shard in checkpoint.shards:
         mine = by_shard.get(shard.shard, [])
@@ -152,7 +161,7 @@ def _lay_out(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[ShardPlan]:
         if len(kept) == len(shard.tensors) and not mine:
             plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, verbatim=True))
         elif mine or kept:
-            new = [spec for job in mine for spec in job.specs]
+            new = [new_spec((job.weight.module + suffix, *rest)) for job in mine for suffix, rest in job.kind.outputs]
             layout = lay_out(shard.shard, new, kept, shard.metadata)
             plans.append(ShardPlan(shard.shard, layout, mine, verbatim=False))
     return plans
@@ -161,7 +170,6 @@ def _lay_out(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[ShardPlan]:
 def _as_it_is(shard: ShardHeader) -> ShardLayout:
     """Return the layout of a shard that is copied, header and all, in whatever order its tensors are."""
     tensors = tuple(TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in shard.tensors)
-    starts = tuple(t.offset - shard.data_start for t in shard.tensors)
     nbytes = shard.size - shard.data_start
     run = CopyRun(shard.shard, shard.data_start, 0, nbytes)
-    return ShardLayout(shard.shard, tensors, starts, nbytes, shard.metadata, (run,), None, nbytes)
+    return ShardLayout(shard.shard, tensors, nbytes, shard.metadata, (run,), None, nbytes)
