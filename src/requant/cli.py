@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import ModuleType
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -224,6 +225,8 @@ def _json_wanted() -> bool:
 def main() -> None:
     """Run the command line; a call that cannot be parsed is reported like any other failure."""
     _make_streams_safe()
+    # numba imports scipy, where there is one, to offer BLAS to kernels: a quarter of the start-up, for nothing here.
+    sys.modules.setdefault("scipy", cast("ModuleType", None))
     code = 0
     try:
         code = app(standalone_mode=False) or 0

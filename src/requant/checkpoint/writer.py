@@ -18,22 +18,24 @@ if TYPE_CHECKING:
     from requant.checkpoint.layout import CopyRun, ShardLayout
     from requant.checkpoint.store import LocalStore
 
-_WRITEBACK = 128 << 20
+_WRITEBACK = 32 << 20
+"""Bytes after which what has been written is sent on its way to the disk."""
 
 
 class ShardWriter:
     """Writes one shard: its header at once, its parts in any order from any thread, its name at the end.
 
-    ``temp`` is on the same file system and no name a loader looks for. What the system refuses is a
-    SurroundingsError (``no-space``, ``io``) naming the file.
+    ``temp`` is on the same file system and no name a loader looks for. With ``drop_behind``, what is on disk is
+    dropped from the page cache. What the system refuses is a SurroundingsError (``no-space``, ``io``) naming the
+    file.
     """
 
-    def __init__(self, path: Path, temp: Path, layout: ShardLayout, header: bytes) -> None:
+    def __init__(self, path: Path, temp: Path, layout: ShardLayout, header: bytes, *, drop_behind: bool) -> None:
         if temp.suffix == ".safetensors":
             raise ValueError(f"a loader would take {temp.name} for a finished shard")
         self._path, self._temp = path, temp
         self._data_start, self._data_bytes = len(header), layout.data_bytes
-        self._dirty, self._lock = 0, Lock()
+        self._dirty, self._lock, self._drop_behind = 0, Lock(), drop_behind
         with fsio.naming(temp):
             self._fd = fsio.create(temp)
             try:
@@ -62,7 +64,8 @@ class ShardWriter:
         """Put the file on disk and give it its name."""
         with fsio.naming(self._temp):
             fsio.sync(self._fd)
-            fsio.advise_done(self._fd, 0, 0)
+            if self._drop_behind:
+                fsio.advise_done(self._fd, 0, 0)
             self._close()
             fsio.publish(self._temp, self._path)
 
@@ -89,8 +92,9 @@ class ShardWriter:
             if due:
                 self._dirty = 0
         if due:
-            # Linux starts writing what is dirty, and drops what is not (mm/fadvise.c).
-            fsio.advise_done(self._fd, 0, 0)
+            fsio.start_writeback(self._fd)
+            if self._drop_behind:
+                fsio.advise_done(self._fd, 0, 0)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
