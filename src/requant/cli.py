@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -225,6 +226,7 @@ def _json_wanted() -> bool:
 def main() -> None:
     """Run the command line; a call that cannot be parsed is reported like any other failure."""
     _make_streams_safe()
+    gc.set_threshold(200_000)  # plans are millions of objects without a cycle; the default would walk them for nothing
     # numba imports scipy, where there is one, to offer BLAS to kernels: a quarter of the start-up, for nothing here.
     sys.modules.setdefault("scipy", cast("ModuleType", None))
     code = 0
@@ -242,6 +244,7 @@ def main() -> None:
         code = 130
     except OSError as error:
         code = _stdout_failed(error) or code
+    gc.freeze()  # the interpreter's last collections would cost a third of a second
     sys.exit(code)
 
 
