@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Load the verbs when they are first used, so that ``import requant`` and ``--help`` stay instant."""
     if name in __all__:

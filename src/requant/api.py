@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ StrPath = str | os.PathLike[str]
 class ConvertResult:
     """What a conversion did; of a dry run, ``values`` is what a scan foretells, or None without one."""
 
-    plan: Plan
+    plan: Plan = field(repr=False)
+    dry_run: bool
     values: Values | None
     seconds: float
     peak_rss: int
@@ -41,7 +42,7 @@ class ConvertResult:
         document = self.plan.to_json()
         if self.values is not None:
             document["values"] = asdict(self.values)
-        return document | {"seconds": round(self.seconds, 3), "peak_rss": self.peak_rss}
+        return document | {"dry_run": self.dry_run, "seconds": round(self.seconds, 3), "peak_rss": self.peak_rss}
 
 
 def convert(
@@ -85,7 +86,7 @@ def convert(
             plan.notes.extend(obstacles(plan, destination, restart))
             if scan:
                 values = scan_job(plan, workers, progress, count_over_span=True)
-        return ConvertResult(plan, values, time.monotonic() - started, peak_rss())
+        return ConvertResult(plan, dry_run, values, time.monotonic() - started, peak_rss())
 
 
 def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = unwatched) -> Comparison:
@@ -137,7 +138,8 @@ def existing_folder(src: StrPath) -> Path:
     """Return ``src`` as a path; CallError where it is no folder."""
     path = Path(src)
     if not path.is_dir():
-        raise CallError(Problem("bad-source", f"{path} is not a folder"))
+        remedy = "name the folder of a checkpoint; one on the hub is to be downloaded first"
+        raise CallError(Problem("bad-source", f"{path} is not a folder", remedy=remedy))
     return path
 
 

@@ -47,7 +47,7 @@ def inspect(src: Src, as_json: Json = False) -> None:
 def convert(
     src: Src,
     dst: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder for the output.")],
-    scheme: Annotated[str, typer.Option(help="FP8_BLOCK, FP8_DYNAMIC, …: LLM Compressor's names.")],
+    scheme: Annotated[str, typer.Option(help="FP8_BLOCK, FP8_DYNAMIC or MXFP4A16: LLM Compressor's names.")],
     target: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="What to convert; default: Linear. Repeatable."),
@@ -57,7 +57,7 @@ def convert(
     ] = None,
     exact: Annotated[
         Literal["auto", "off", "required"],
-        typer.Option(help="Exact routes: where they exist, never, or nothing else for a microscaled source."),
+        typer.Option(help="Exact routes: where they exist, never, or no rounding of an MXFP4 source."),
     ] = "auto",
     on_over_span: Annotated[
         Literal["round", "refuse"], typer.Option(help="Where an exact route cannot hold a region.")
@@ -139,6 +139,8 @@ def compare(
         _announce_compilation()
         found = api.compare(a, b, workers=workers, progress=progress)
         report(found.to_json(), render.comparison, 1 if expect and not found.exact else 0)
+        if expect and not found.exact:
+            print(f"not exact: {found.total.differing:,} values differ, {found.unmatched} unmatched", file=sys.stderr)
 
 
 @app.command()

@@ -35,6 +35,8 @@ def conversion(document: Mapping[str, Any]) -> None:
     converted = ", ".join(f"{count:,} weights → {name}" for name, count in document["converted"].items())
     routes = ", ".join(f"{count:,} {name}" for name, count in document["routes"].items())
     out.print(f"[bold]{converted or 'nothing to convert'}[/bold]" + (f"  (routes: {routes})" if routes else ""))
+    if document["dry_run"]:
+        out.print("a plan: nothing has been written")
     reasons = ", ".join(f"{count:,} {name}" for name, count in sorted(document["kept_reasons"].items()))
     out.print(f"{document['kept']:,} weights kept" + (f"  ({reasons})" if reasons else ""))
     table = Table("", "tensors", "bytes", box=None, pad_edge=False)
@@ -62,7 +64,7 @@ def inspection(document: Mapping[str, Any]) -> None:
     table = Table("role", "weights", "bytes", "formats", box=None, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
     for role, share in sorted(document["classes"].items(), key=lambda item: -item[1]["bytes"]):
-        formats = ", ".join(f"{count:,} {name}" for name, count in share["formats"].items())
+        formats = ", ".join(f"{count:,} {name}" for name, count in sorted(share["formats"].items()))
         table.add_row(role, f"{share['weights']:,}", f"{share['bytes']:,}", formats)
     out.print(table)
     _notes(document["notes"])
@@ -71,7 +73,8 @@ def inspection(document: Mapping[str, Any]) -> None:
 def verification(document: Mapping[str, Any]) -> None:
     """Print a verdict and everything behind it."""
     out = _console()
-    out.print(f"{document['state']}: " + ("[green]whole[/green]" if document["ok"] else "[red]not whole[/red]"))
+    verdict = "[green]whole[/green]" if document["ok"] else "[red]not whole[/red]"
+    out.print(f"{verdict} (state: {document['state']})")
     _notes(document["notes"])
     problems(document["problems"])
 

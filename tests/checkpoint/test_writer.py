@@ -39,9 +39,7 @@ def layout() -> ShardLayout:
 
 def open_writer(folder: Path) -> ShardWriter:
     plan = layout()
-    return ShardWriter(
-        folder / "model.safetensors", folder / "model.partial", plan, header_bytes(plan), drop_behind=True
-    )
+    return ShardWriter(folder / "model.safetensors", folder / "model.partial", plan, header_bytes(plan))
 
 
 def write_all(writer: ShardWriter) -> None:
@@ -90,7 +88,7 @@ def test_what_an_interrupted_run_left_is_overwritten(tmp_path: Path) -> None:
 def test_a_loader_must_not_find_the_temporary_name(tmp_path: Path) -> None:
     plan = layout()
     with pytest.raises(ValueError, match="loader"):
-        ShardWriter(tmp_path / "a.safetensors", tmp_path / "b.safetensors", plan, header_bytes(plan), drop_behind=True)
+        ShardWriter(tmp_path / "a.safetensors", tmp_path / "b.safetensors", plan, header_bytes(plan))
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(-1, 1), (layout().data_bytes, 1), (0, layout().data_bytes + 1)])
@@ -104,7 +102,7 @@ def test_writes_stay_inside_the_data(tmp_path: Path, start: int, nbytes: int) ->
 def test_threads_write_tiles_in_any_order(tmp_path: Path) -> None:
     data = noise("U8", (1 << 20,), 4)
     plan = lay_out("m", [TensorSpec("w", "U8", data.shape, data.nbytes)], [], {})
-    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan), drop_behind=True)
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan))
     tiles = [slice(i, i + 4099) for i in range(0, len(data), 4099)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda tile: writer.write(tile.start, data[tile]), reversed(tiles)))
@@ -138,7 +136,7 @@ def test_systems_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "source.safetensors").write_bytes(BLOB)
     header = parse_header("source.safetensors", BLOB, len(BLOB))
     plan = lay_out("m", [], header.tensors, header.metadata)
-    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan), drop_behind=True)
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan))
     with LocalStore(tmp_path) as store:
         store.read_once = True
         for run in plan.runs:
@@ -183,7 +181,7 @@ def test_a_full_disk_while_copying_is_the_target_s(tmp_path: Path, monkeypatch: 
     (tmp_path / "source.safetensors").write_bytes(BLOB)
     header = parse_header("source.safetensors", BLOB, len(BLOB))
     plan = lay_out("m", [], header.tensors, {})
-    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan), drop_behind=True)
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan))
     monkeypatch.setattr(os, "copy_file_range", failing_at(1, errno.ENOSPC, os.copy_file_range))
     with LocalStore(tmp_path) as store, pytest.raises(SurroundingsError) as caught:
         writer.copy(store, plan.runs[0])
@@ -196,7 +194,7 @@ def test_a_bad_sector_while_copying_is_the_source_s(tmp_path: Path, monkeypatch:
     (tmp_path / "source.safetensors").write_bytes(BLOB)
     header = parse_header("source.safetensors", BLOB, len(BLOB))
     plan = lay_out("m", [], header.tensors, {})
-    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan), drop_behind=True)
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path / "m.partial", plan, header_bytes(plan))
     monkeypatch.setattr(os, "copy_file_range", failing_at(1, errno.EIO, os.copy_file_range))
     monkeypatch.setattr(os, "preadv", failing_at(1, errno.EIO, os.preadv))
     with LocalStore(tmp_path) as store, pytest.raises(SurroundingsError) as caught:

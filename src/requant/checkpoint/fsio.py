@@ -23,7 +23,6 @@ PAGE = 4096
 """The block in which file systems share data between files."""
 
 _CHUNK = 64 << 20
-_SYNC_FILE_RANGE_WRITE = 2
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV}
 
@@ -118,15 +117,6 @@ def advise_done(fd: int, offset: int, nbytes: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def start_writeback(fd: int) -> None:
-    """Have the kernel begin to write what is dirty, without waiting: the final sync is then short. A hint only."""
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):
-        return
-    call(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def sync(fd: int) -> None:

@@ -18,24 +18,22 @@ if TYPE_CHECKING:
     from requant.checkpoint.layout import CopyRun, ShardLayout
     from requant.checkpoint.store import LocalStore
 
-_WRITEBACK = 32 << 20
-"""Bytes after which what has been written is sent on its way to the disk."""
+_DROP_EVERY = 128 << 20
 
 
 class ShardWriter:
     """Writes one shard: its header at once, its parts in any order from any thread, its name at the end.
 
-    ``temp`` is on the same file system and no name a loader looks for. With ``drop_behind``, what is on disk is
-    dropped from the page cache. What the system refuses is a SurroundingsError (``no-space``, ``io``) naming the
-    file.
+    ``temp`` is on the same file system and no name a loader looks for. What has been written is dropped from the
+    page cache. What the system refuses is a SurroundingsError (``no-space``, ``io``) naming the file.
     """
 
-    def __init__(self, path: Path, temp: Path, layout: ShardLayout, header: bytes, *, drop_behind: bool) -> None:
+    def __init__(self, path: Path, temp: Path, layout: ShardLayout, header: bytes) -> None:
         if temp.suffix == ".safetensors":
             raise ValueError(f"a loader would take {temp.name} for a finished shard")
         self._path, self._temp = path, temp
         self._data_start, self._data_bytes = len(header), layout.data_bytes
-        self._dirty, self._lock, self._drop_behind = 0, Lock(), drop_behind
+        self._dirty, self._lock = 0, Lock()
         with fsio.naming(temp):
             self._fd = fsio.create(temp)
             try:
@@ -64,8 +62,7 @@ class ShardWriter:
         """Put the file on disk and give it its name."""
         with fsio.naming(self._temp):
             fsio.sync(self._fd)
-            if self._drop_behind:
-                fsio.advise_done(self._fd, 0, 0)
+            fsio.advise_done(self._fd, 0, 0)
             self._close()
             fsio.publish(self._temp, self._path)
 
@@ -85,16 +82,18 @@ class ShardWriter:
             raise ValueError(f"{nbytes} bytes at {start} are not within {self._data_bytes} of {self._path.name}")
 
     def _written(self, nbytes: int) -> None:
-        """Start write-back now and then, so that neither the cache fills nor the final sync takes minutes."""
+        """Drop from the page cache, now and then, what is on disk.
+
+        What is dirty begins to be written by the same call (mm/fadvise.c), which keeps the final sync short; and
+        the pages that become free are those that the next bytes take, instead of ones that have to be found.
+        """
         with self._lock:
             self._dirty += nbytes
-            due = self._dirty >= _WRITEBACK
+            due = self._dirty >= _DROP_EVERY
             if due:
                 self._dirty = 0
         if due:
-            fsio.start_writeback(self._fd)
-            if self._drop_behind:
-                fsio.advise_done(self._fd, 0, 0)
+            fsio.advise_done(self._fd, 0, 0)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

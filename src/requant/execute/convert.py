@@ -146,9 +146,7 @@ def _open(shard: ShardPlan, plan: Plan, folder: Path, temp: str) -> _OpenShard:
         header = header_bytes(layout)
     final = folder / shard.name
     final.parent.mkdir(parents=True, exist_ok=True)
-    return _OpenShard(
-        shard, ShardWriter(final, folder / WORK / temp, layout, header, drop_behind=plan.checkpoint.store.read_once)
-    )
+    return _OpenShard(shard, ShardWriter(final, folder / WORK / temp, layout, header))
 
 
 def _shard_work(shard: _OpenShard, plan: Plan) -> Iterator[tuple[_Work, int]]:

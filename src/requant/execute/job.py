@@ -23,6 +23,8 @@ def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress
             raise SurroundingsError(Problem("no-space", lack, str(destination), remedy), plan.to_json())
         scan_job(plan, workers, progress, count_over_span=_refuses_over_span(plan))
     with claim(destination, fingerprint, output_files(plan), restart) as journal:
+        if journal.done:
+            plan.notes.append(f"continued: {len(journal.done)} of {len(plan.shards)} shards were done already")
         with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
             values = write_shards(plan, journal, workers, advance)
         commit(plan, journal)

@@ -26,7 +26,8 @@ def unwatched(_what: str, _total: int) -> Iterator[Callable[[int], None]]:
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yield a thread-safe function that is told how many of ``total`` bytes have been done."""
-    with _bar(what, total) if sys.stderr.isatty() else _lines(what, total) as advance:
+    show = unwatched if not total else _bar if sys.stderr.isatty() else _lines
+    with show(what, total) as advance:
         yield advance
 
 

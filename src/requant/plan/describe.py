@@ -82,8 +82,8 @@ def disagreements(source: SourceConfig, weights: Iterable[Weight]) -> list[str]:
             quantized_unclaimed.append(weight.module)
     notes = []
     for modules, what in (
-        (dense_claimed, "config.json calls {} weights quantized that are not on disk"),
-        (quantized_unclaimed, "config.json leaves out {} weights that are quantized on disk"),
+        (dense_claimed, "config.json counts {} weights as quantized that are stored unquantized"),
+        (quantized_unclaimed, "config.json leaves out {} weights that are stored quantized"),
     ):
         if modules:
             notes.append(f"{what.format(len(modules))} (the first: {modules[0]}); the tensors decide")

@@ -82,7 +82,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         role = role_of(templates.of(weight.module), weight.shape, source.experts).name
         count(role, name, sum(part.nbytes for part in weight.parts))
     for tensor in inventory.others:
-        count("other", tensor.dtype, tensor.nbytes)
+        role = role_of(templates.of(tensor.name), tensor.shape, source.experts).name
+        count(role, tensor.dtype, tensor.nbytes)
     notes += [str(problem) for problem in inventory.problems]
     notes += disagreements(source, inventory.weights)
     return Inspection(
