@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import requant
+from card import SCRIPT
 from parity import sources
 from parity.checkpoints import differences, read, write
 from requant.formats import FORMATS, Tile
@@ -95,49 +96,11 @@ def test_kept_modules_that_the_source_config_claims_are_quantized(oracle: Module
     assert_same_meaning(oracle, tmp_path / "ours", theirs)
 
 
-CARD_SCRIPT = r"""
-from requant.compat import CompressedTensorsDequantizer
-
-from requant.compat import model_free_ptq
-
-MODEL_ID = "Kimi-K3"
-SAVE_DIR = MODEL_ID.rstrip("/").split("/")[-1] + "-FP8-BLOCK"
-
-ignore = [
-    "re:.*embed_tokens.*",
-    "re:.*self_attn.*",  # no attention because (q_proj|k_proj|v_proj|b_proj|f_a_proj) are all fused, and `b_proj` has a weight non-divisible by 128
-    "re:.*block_sparse_moe\.gate.*",
-    "re:.*self_attention_res_proj.*",
-    "re:.*mlp_res_proj.*",
-    "re:.*output_attn_res_proj.*",
-    "re:.*lm_head.*",
-    "re:.*vision_tower.*",
-    "re:.*mm_projector.*",
-]
-
-model_free_ptq(
-    model_stub=MODEL_ID,
-    save_directory=SAVE_DIR,
-    scheme="FP8_BLOCK",
-    ignore=ignore,
-    converter=CompressedTensorsDequantizer(
-        MODEL_ID,
-        ignore=ignore,
-    ),
-    max_workers=7,
-    device=[
-        f"cuda:{i}"
-        for i in range(7)
-    ],
-)
-"""  # noqa: E501
-"""The script on the card of RedHatAI/Kimi-K3-FP8-BLOCK; its two imports name requant, its model a folder."""
-
-
 def test_the_card_script_runs_and_loses_nothing(oracle: ModuleType, kimi_k3: Path, tmp_path: Path) -> None:
     """As LLM Compressor's, but for the experts that an exact scale holds: those keep their very values."""
-    (tmp_path / "Kimi-K3").symlink_to(kimi_k3)
-    subprocess.run([sys.executable, "-c", CARD_SCRIPT], cwd=tmp_path, check=True)
+    (tmp_path / "moonshotai").mkdir()
+    (tmp_path / "moonshotai" / "Kimi-K3").symlink_to(kimi_k3)
+    subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, check=True)
     theirs = oracle.quantize(kimi_k3, tmp_path / "theirs", "FP8_BLOCK", sources.K3_IGNORE, decode_to="bfloat16")
     ours, expected, original = read(tmp_path / "Kimi-K3-FP8-BLOCK"), read(theirs), read(kimi_k3)
     assert_same_meaning(oracle, tmp_path / "Kimi-K3-FP8-BLOCK", theirs)
