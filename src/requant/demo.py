@@ -18,7 +18,7 @@ from requant.checkpoint.dtypes import payload_bytes
 from requant.checkpoint.header import encode_header
 from requant.checkpoint.layout import TensorSpec
 from requant.errors import CallError, Problem, SurroundingsError
-from requant.formats import FORMATS, Tile
+from requant.formats import FORMATS, Encoding, Tile
 from requant.formats.dense import VALUE_DTYPES
 from requant.recipe.recipe import Exact
 
@@ -321,7 +321,7 @@ def _payloads(specs: list[TensorSpec], rng: np.random.Generator) -> Iterator[NDA
             codes = np.empty(spec.shape, np.uint8)
             exponents = np.empty((rows, columns // 32), np.uint8)
             parts = Tile(codes, "U8"), Tile(exponents, "U8")
-            FORMATS["mxfp4"].encode(Tile(weight, "F32"), parts, reference=True)
+            FORMATS["mxfp4"].encode(Tile(weight, "F32"), parts, Encoding(reference=True))
             yield codes
         else:
             spread = 1.0 if "norm" in spec.name else 0.02

@@ -51,8 +51,8 @@ def scan(plan: Plan, workers: int, advance: Callable[[int], None], *, count_over
                     findings.problems.append(problem)
                 return
             exact = job.kind.route.exact
-            if count_over_span and exact is not None and exact.suspects(scales[0].bits).any():
-                values = exact.over_span(read_weight(store, job.weight, rows, scratch))
+            if count_over_span and exact is not None and exact.suspects(scales, 0.0).any():
+                values = exact.over_span(read_weight(store, job.weight, rows, scratch), 0.0)
                 if values:
                     with lock:
                         findings.over_span[job.weight.module] = findings.over_span.get(job.weight.module, 0) + values

@@ -110,7 +110,7 @@ def convert_tile(state: JobState, rows: Rows, store: LocalStore, writer: ShardWr
         target.append(Tile(scale[first:last], part.dtype))
     count = (rows.last - rows.first) * columns
     if route.exact is not None:
-        over_span = route.exact.transcode(source, target)
+        over_span = route.exact.transcode(source, target, 0.0)
         values = Values(exact=count - over_span, over_span=over_span)
     else:
         tile = source[0]

@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from requant.formats.base import FLOAT_DTYPES, NUMPY_BITS, Format, Part, Tile, ceil_div
+from requant.formats.base import FLOAT_DTYPES, NUMPY_BITS, Encoding, Format, Part, ScaleRule, Tile, ceil_div
 from requant.formats.dense import Dense
-from requant.formats.exact import EXACT_ROUTES, ExactRoute
+from requant.formats.exact import ExactRoute, Pool
 from requant.formats.fp8 import Fp8Block, Fp8Channel
 from requant.formats.mxfp4 import Mxfp4
+from requant.formats.transcode_mxfp4 import FROM_MXFP4
 
 FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in (Dense(), Fp8Channel(), Fp8Block(), Mxfp4())})
+"""Name → format."""
+
+EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
+    {(source, target): route for source, routes in (("mxfp4", FROM_MXFP4),) for target, route in routes.items()}
+)
+"""(source format, target format) → the exact route between them."""
 
 __all__ = [
     "EXACT_ROUTES",
     "FLOAT_DTYPES",
     "FORMATS",
     "NUMPY_BITS",
+    "Encoding",
     "ExactRoute",
     "Format",
     "Part",
+    "Pool",
+    "ScaleRule",
     "Tile",
     "ceil_div",
 ]

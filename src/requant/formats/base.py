@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,14 @@ NUMPY_BITS: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(np.uint8),
     "F8_E8M0": np.dtype(np.uint8),
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.uint8),
+    "I32": np.dtype(np.uint32),
+    "I64": np.dtype(np.uint64),
 }
 """safetensors dtype → the unsigned integer in which its bit patterns are handled."""
+
+ScaleRule = Literal["amax", "mse", "pow2"]
+"""How a scale is found: from the largest magnitude, by a search for the least squared error, or as a power of two."""
 
 
 class Part(NamedTuple):
@@ -27,7 +33,8 @@ class Part(NamedTuple):
 
     ``dtype`` is what the file calls it, ``spells`` what its bits are: E8M0 exponents are stored as U8.
     ``rows`` weight rows share one row of it, so a tile of weight rows [a, b) needs its rows
-    [a // rows, ceil(b / rows)).
+    [a // rows, ceil(b / rows)). A part that belongs to the weight as a whole (a global scale, a shape) has
+    ``rows`` 0 and one dimension; every tile takes all of it, as one row.
     """
 
     dtype: str
@@ -41,6 +48,22 @@ class Tile(NamedTuple):
 
     bits: NDArray[Any]
     dtype: str
+
+
+class Encoding(NamedTuple):
+    """How a weight is encoded, beyond what its format fixes.
+
+    ``reference``: LLM Compressor's arithmetic in the weight's dtype, otherwise float32. ``amax``: the largest
+    magnitude of the weight, or of the fused group that shares its scale; only formats that pool it read it.
+    ``shape``: the logical shape of the whole weight. ``errors``: float64 [2], to which a search for scales (mse)
+    adds the summed squared errors of the amax scales and of those it chose.
+    """
+
+    reference: bool
+    scale: ScaleRule = "amax"
+    amax: float = 0.0
+    shape: tuple[int, int] = (0, 0)
+    errors: NDArray[np.float64] | None = None
 
 
 class Format(Protocol):
@@ -61,6 +84,11 @@ class Format(Protocol):
         """What the weight's columns must be a multiple of."""
         ...
 
+    @property
+    def pools_amax(self) -> bool:
+        """Whether one scale covers more than a tile, so that `encode` needs ``how.amax``."""
+        ...
+
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the arrays that store a weight ``[out, in]`` with scales of ``dtype`` (one of FLOAT_DTYPES)."""
         ...
@@ -69,12 +97,10 @@ class Format(Protocol):
         """Write the values of a tile of rows as bits of ``out.dtype``; F32 gives the stored values exactly."""
         ...
 
-    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Encode a tile that starts at a multiple of 128 rows; return a flat index, or -1.
 
         The index is that of the first NaN, Inf, or value too large for the format.
-
-        ``reference``: LLM Compressor's arithmetic in the weight's dtype; otherwise float32.
         """
         ...
 

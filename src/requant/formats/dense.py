@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from requant.formats.base import Part, Tile
+from requant.formats.base import Encoding, Part, Tile
 
 VALUE_DTYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -23,6 +23,7 @@ class Dense:
     name = "dense"
     packing = 1
     multiple = 1
+    pools_amax = False
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the single part, of ``dtype``."""
@@ -32,7 +33,7 @@ class Dense:
         """Convert to ``out.dtype``, rounding to nearest even where it is narrower."""
         _convert(parts[0], out)
 
-    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Convert to the part's dtype; there is no scale, so the two arithmetics are one."""
         _convert(weight, parts[0])
         return -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from requant.formats.base import Part, Tile, ceil_div
+from requant.formats.base import Encoding, Part, Tile, ceil_div
 
 BLOCK = 128
 
@@ -15,6 +15,7 @@ class Fp8Channel:
     name = "fp8-channel"
     packing = 1
     multiple = 1
+    pools_amax = False
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per row."""
@@ -24,12 +25,12 @@ class Fp8Channel:
         """Multiply every code by its row's scale."""
         _decode(parts, (1, max(1, out.bits.shape[1])), out)
 
-    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every row so that its largest magnitude becomes 448."""
         from requant.kernels import fp8
 
         codes, scales = parts
-        return fp8.encode_channel(weight.bits, weight.dtype, reference, codes.bits, scales.bits)
+        return fp8.encode_channel(weight.bits, weight.dtype, how.reference, codes.bits, scales.bits)
 
 
 class Fp8Block:
@@ -38,6 +39,7 @@ class Fp8Block:
     name = "fp8-block"
     packing = 1
     multiple = 1
+    pools_amax = False
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per block."""
@@ -48,12 +50,12 @@ class Fp8Block:
         """Multiply every code by its block's scale."""
         _decode(parts, (BLOCK, BLOCK), out)
 
-    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every block so that its largest magnitude becomes 448."""
         from requant.kernels import fp8
 
         codes, scales = parts
-        return fp8.encode_block(weight.bits, weight.dtype, reference, codes.bits, scales.bits)
+        return fp8.encode_block(weight.bits, weight.dtype, how.reference, codes.bits, scales.bits)
 
 
 def _codes(shape: tuple[int, int]) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from requant.formats.base import Part, Tile
+from requant.formats.base import Encoding, Part, Tile
 
 GROUP = 32
 
@@ -15,6 +15,7 @@ class Mxfp4:
     name = "mxfp4"
     packing = 2
     multiple = GROUP
+    pools_amax = False
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and the exponents; ``in`` must be a multiple of 32."""
@@ -28,7 +29,7 @@ class Mxfp4:
         packed, exponents = parts
         mxfp4.decode(packed.bits, exponents.bits, out.bits, out.dtype)
 
-    def encode(self, weight: Tile, parts: Sequence[Tile], *, reference: bool) -> int:
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Take the exponent from each group's largest magnitude and round to nearest even."""
         from requant.kernels import mxfp4
 

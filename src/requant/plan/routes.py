@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from requant.dialects.recognise import DEFAULT_DTYPE, Weight
-from requant.formats import EXACT_ROUTES, FORMATS, NUMPY_BITS, ExactRoute, Format, Tile
+from requant.formats import EXACT_ROUTES, FORMATS, NUMPY_BITS, Encoding, ExactRoute, Format, Tile
 from requant.recipe.recipe import Recipe
 
 Kind = Literal["exact", "reference", "float32"]
@@ -41,7 +41,7 @@ class Route:
 
     def encode(self, values: Tile, target: Sequence[Tile]) -> int:
         """Encode a tile of values; return the flat index of the first NaN/Inf, or -1."""
-        return self.target.encode(values, target, reference=self.kind == "reference")
+        return self.target.encode(values, target, Encoding(self.kind == "reference"))
 
 
 def route_of(weight: Weight, recipe: Recipe, dtype: str) -> Route:
