@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from requant.checks.compare import Comparison, compare_checkpoints
 from requant.checks.verify import Level, Verification, verify_folder
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.job import obstacles, run_job, scan_job
-from requant.execute.pool import default_workers
 from requant.execute.progress import Progress, unwatched
 from requant.execute.tiles import Values
+from requant.execute.workers import default_workers
+from requant.formats import ScaleRule
 from requant.plan.inspection import Inspection, inspect_checkpoint
 from requant.plan.plan import Plan, make_plan
 from requant.recipe.recipe import Arithmetic, Exact, OverSpan, make_recipe
@@ -41,7 +42,7 @@ class ConvertResult:
         """Return the documented JSON form."""
         document = self.plan.to_json()
         if self.values is not None:
-            document["values"] = asdict(self.values)
+            document["values"] = self.values.to_json()
         return document | {"dry_run": self.dry_run, "seconds": round(self.seconds, 3), "peak_rss": self.peak_rss}
 
 
@@ -55,6 +56,10 @@ def convert(
     exact: Exact = "auto",
     on_over_span: OverSpan = "round",
     arithmetic: Arithmetic = "reference",
+    scale: ScaleRule = "amax",
+    input_scale: str = "constant:1.0",
+    dialect: str = "compressed-tensors",
+    family: str | None = None,
     workers: int | None = None,
     dry_run: bool = False,
     scan: bool = False,
@@ -64,13 +69,28 @@ def convert(
     """Write the checkpoint in folder ``src`` to folder ``dst``, its weights under ``scheme``.
 
     ``target`` and ``ignore`` are LLM Compressor's patterns. ``exact``: take exact routes where they exist
-    (auto), never (off), or refuse to round a microscaled source (required). ``dry_run``: plan from headers
-    only; with ``scan`` read the scales of quantized sources, too. An interrupted job continues where it was;
-    ``restart`` discards it. Whatever stands in the way is in the error that is raised before anything is
-    written; only a NaN or Inf among the values themselves comes to light later.
+    (auto), never (off), or refuse to round a microscaled source (required). ``scale``: scales from the largest
+    magnitude (amax), by a search for the least error (mse), or powers of two (pow2). ``input_scale``: where scales
+    of activations come from that NVFP4 and FP8 store: ``constant:VALUE``, ``bound``, or the path of a checkpoint
+    that has some or of a JSON file with amax by module. ``dialect``: the output's. ``family``: whose facts say
+    which modules are fused, by name or as a YAML file, where config.json's model_type does not.
+    ``dry_run``: plan from headers only; with ``scan`` read the scales of quantized sources, too. An interrupted
+    job continues where it was; ``restart`` discards it. Whatever stands in the way is in the error that is raised
+    before anything is written; only a NaN or Inf among the values themselves comes to light later.
     """
     started = time.monotonic()
-    recipe = make_recipe(scheme, _texts(target), _texts(ignore), exact, on_over_span, arithmetic)
+    recipe = make_recipe(
+        scheme,
+        _texts(target),
+        _texts(ignore),
+        exact,
+        on_over_span,
+        arithmetic,
+        scale,
+        os.fspath(input_scale),
+        dialect,
+        None if family is None else os.fspath(family),
+    )
     workers = _worker_count(workers)
     with os_errors():
         source, destination = existing_folder(src), Path(dst)

@@ -47,7 +47,7 @@ def inspect(src: Src, as_json: Json = False) -> None:
 def convert(
     src: Src,
     dst: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder for the output.")],
-    scheme: Annotated[str, typer.Option(help="FP8_BLOCK, FP8_DYNAMIC or MXFP4A16: LLM Compressor's names.")],
+    scheme: Annotated[str, typer.Option(help="LLM Compressor's name: FP8_BLOCK, NVFP4, W4A16 …; BF16 dequantizes.")],
     target: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="What to convert; default: Linear. Repeatable."),
@@ -66,6 +66,20 @@ def convert(
         Literal["reference", "float32"],
         typer.Option(help="LLM Compressor's bytes, or closer to the weights."),
     ] = "reference",
+    scale: Annotated[
+        Literal["amax", "mse", "pow2"],
+        typer.Option(help="Scales from the largest magnitude, of least error, or powers of two."),
+    ] = "amax",
+    input_scale: Annotated[
+        str,
+        typer.Option(metavar="constant:VALUE|bound|PATH", help="Activation scales that the scheme stores."),
+    ] = "constant:1.0",
+    dialect: Annotated[
+        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="How the output is written.")
+    ] = "compressed-tensors",
+    family: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="What is fused, where model_type does not say.")
+    ] = None,
     workers: Workers = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")] = False,
     scan: Annotated[bool, typer.Option("--scan", help="Read the scales, too, and count over-span values.")] = False,
@@ -88,6 +102,10 @@ def convert(
             exact=exact,
             on_over_span=on_over_span,
             arithmetic=arithmetic,
+            scale=scale,
+            input_scale=input_scale,
+            dialect=dialect,
+            family=family,
             workers=workers,
             dry_run=dry_run,
             scan=scan,

@@ -2,59 +2,119 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from requant.dialects.compressed_tensors import CT_FORMAT, Group
+from requant.dialects.compressed_tensors import Group, ct_format
+
+Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A preset: ``format`` names the storage format, the two mappings are compressed-tensors arguments.
 
-    ``weights`` and ``input_activations`` (None: weight-only) go into ``config.json`` as they stand.
+    ``weights`` and ``input_activations`` (None: weight-only) go into ``config.json`` as they stand. A scheme
+    without ``weights`` leaves weights unquantized.
     """
 
     name: str
     format: str
-    weights: Mapping[str, Any]
-    input_activations: Mapping[str, Any] | None
+    weights: Arguments | None
+    input_activations: Arguments | None
 
     @property
-    def group(self) -> Group:
-        """The scheme as a group of a compressed-tensors config."""
-        return Group(CT_FORMAT[self.format], self.weights, self.input_activations)
+    def group(self) -> Group | None:
+        """The scheme as a group of a compressed-tensors config; None: unquantized."""
+        if self.weights is None:
+            return None
+        return Group(ct_format(self.format), self.weights, self.input_activations)
+
+    @property
+    def stores_input_scale(self) -> bool:
+        """Whether a scale of the activations is stored beside every weight: they are not scaled as they come."""
+        activations = self.input_activations
+        return activations is not None and activations["dynamic"] is not True
 
 
-def _args(num_bits: int, type_: str, strategy: str, dynamic: bool, **more: Any) -> Mapping[str, Any]:
+def scheme_named(name: str) -> Scheme | None:
+    """Return the scheme of that name: a preset, or one of the grouped integers in another group (``W4A16_G32``)."""
+    return SCHEMES.get(name) or _regrouped(name)
+
+
+def scheme_of(format_name: str, *, stores_input_scale: bool) -> Scheme | None:
+    """Return the scheme of a weight of which nothing is known but its parts: of several, the weight-only one."""
+    stored = format_name.replace("nvfp4-scale2", "nvfp4")
+    found = [scheme for scheme in SCHEMES.values() if scheme.format == stored]
+    if not found and (match := _PACKED.fullmatch(stored)):
+        found = list(filter(None, [scheme_named(f"W{match[1]}A16{'_ASYM' if match[3] else ''}_G{match[2]}")]))
+    found = [scheme for scheme in found if scheme.stores_input_scale == stores_input_scale]
+    return min(found, key=lambda scheme: scheme.input_activations is not None, default=None)
+
+
+def _args(num_bits: int, type_: str, strategy: str, dynamic: bool | str, **more: Any) -> Arguments:
     base = {"num_bits": num_bits, "type": type_, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
     return MappingProxyType({**base, **more})
 
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
-    {
-        scheme.name: scheme
-        for scheme in (
-            Scheme(
-                "FP8_DYNAMIC",
-                "fp8-channel",
-                _args(8, "float", "channel", False),
-                _args(8, "float", "token", True),
-            ),
-            Scheme(
-                "FP8_BLOCK",
-                "fp8-block",
-                _args(8, "float", "block", False, block_structure=[128, 128]),
-                _args(8, "float", "group", True, group_size=128),
-            ),
-            Scheme(
-                "MXFP4A16",
-                "mxfp4",
-                _args(4, "float", "group", False, group_size=32, scale_dtype="torch.uint8"),
-                None,
-            ),
-        )
-    }
+_FP8_TOKEN = _args(8, "float", "token", True)
+_INT8_TOKEN = _args(8, "int", "token", True)
+_NVFP4 = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_MX = {"group_size": 32, "scale_dtype": "torch.uint8"}
+
+
+def _mx(bits: int, dynamic: bool) -> Arguments:
+    return _args(bits, "float", "group", dynamic, **_MX)
+
+
+def _packed(name: str, bits: int, group: int, input_activations: Arguments | None = None, asym: bool = False) -> Scheme:
+    weights = _args(bits, "int", "group", False, group_size=group, **({"symmetric": False} if asym else {}))
+    return Scheme(name, f"int{bits}-g{group}{'-asym' if asym else ''}", weights, input_activations)
+
+
+_PRESETS = (
+    Scheme("BF16", "dense", None, None),
+    Scheme("FP8", "fp8-tensor", _args(8, "float", "tensor", False), _args(8, "float", "tensor", False)),
+    Scheme("FP8_DYNAMIC", "fp8-channel", _args(8, "float", "channel", False), _FP8_TOKEN),
+    Scheme(
+        "FP8_BLOCK",
+        "fp8-block",
+        _args(8, "float", "block", False, block_structure=[128, 128]),
+        _args(8, "float", "group", True, group_size=128),
+    ),
+    Scheme(
+        "NVFP4",
+        "nvfp4",
+        _args(4, "float", "tensor_group", False, **_NVFP4),
+        _args(4, "float", "tensor_group", "local", **_NVFP4),
+    ),
+    Scheme("NVFP4A16", "nvfp4", _args(4, "float", "tensor_group", False, **_NVFP4), None),
+    Scheme("MXFP4", "mxfp4", _mx(4, False), _mx(4, True)),
+    Scheme("MXFP4A16", "mxfp4", _mx(4, False), None),
+    Scheme("MXFP8", "mxfp8", _mx(8, False), _mx(8, True)),
+    Scheme("MXFP8A16", "mxfp8", _mx(8, False), None),
+    Scheme("W8A8", "int8-channel", _args(8, "int", "channel", False), _INT8_TOKEN),
+    Scheme("INT8", "int8-channel", _args(8, "int", "channel", False), _INT8_TOKEN),
+    _packed("W8A16", 8, 128),
+    _packed("W4A16", 4, 128),
+    _packed("W4A16_ASYM", 4, 128, asym=True),
+    _packed("W4A8", 4, 128, _INT8_TOKEN),
+    _packed("W4AFP8", 4, 128, _FP8_TOKEN),
 )
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _PRESETS})
+
+_PACKED = re.compile(r"int([48])-g(\d+)(-asym)?")
+_GROUPED = re.compile(r"(W[48]A16|W4A16_ASYM)_G([1-9]\d*)")
+
+
+@lru_cache(maxsize=64)
+def _regrouped(name: str) -> Scheme | None:
+    match = _GROUPED.fullmatch(name)
+    if match is None:
+        return None
+    return _packed(name, int(match[1][1]), int(match[2]), asym=match[1].endswith("ASYM"))

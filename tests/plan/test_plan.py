@@ -201,7 +201,7 @@ def test_a_quantized_weight_that_stays_keeps_its_format_in_the_config(small_k3: 
     result = requant.convert(
         small_k3, tmp_path / "unused", "FP8_DYNAMIC", ignore=["re:.*experts.[0-9].*", *demo.IGNORE], dry_run=True
     )
-    config = json.loads(result.plan.config)["quantization_config"]
+    config = json.loads(result.plan.files["config.json"])["quantization_config"]
     assert config["format"] == "mixed-precision"
     formats = {group["format"]: group["input_activations"] for group in config["config_groups"].values()}
     assert formats["mxfp4-pack-quantized"] is None
@@ -216,7 +216,7 @@ def test_a_3d_expert_bank_is_refused_unless_ignored_and_then_described(tmp_path:
         plan(src, tmp_path)
     assert [(problem.code, problem.module) for problem in error.value.problems] == [("unknown-format", bank)]
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
-    config = json.loads(result.plan.config)["quantization_config"]
+    config = json.loads(result.plan.files["config.json"])["quantization_config"]
     for expert in ("experts.0.gate_proj", "experts.3.up_proj"):
         assert resolve(config, f"model.layers.0.mlp.{expert}") is None
     assert resolve(config, "model.layers.0.o_proj") == "group_0"
@@ -226,7 +226,7 @@ def test_a_tied_head_without_a_tensor_is_not_called_quantized(tmp_path: Path) ->
     """transformers builds an lm_head for it, and would wait for its scale."""
     src = checkpoint(tmp_path / "src", {"model.layers.0.o_proj.weight": weight(8, 64)})
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", dry_run=True)
-    config = json.loads(result.plan.config)["quantization_config"]
+    config = json.loads(result.plan.files["config.json"])["quantization_config"]
     assert resolve(config, "lm_head") is None
     assert resolve(config, "language_model.lm_head") is None
     assert resolve(config, "model.layers.0.o_proj") == "group_0"
@@ -261,7 +261,7 @@ def test_a_weight_of_an_unknown_format_stays_with_the_group_that_its_source_give
     with pytest.raises(requant.CheckpointError, match="unknown-format"):
         plan(src, tmp_path)
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
-    config = json.loads(result.plan.config)["quantization_config"]
+    config = json.loads(result.plan.files["config.json"])["quantization_config"]
     name = resolve(config, "model.layers.0.mlp.experts.0.up_proj")
     assert name is not None
     assert config["config_groups"][name]["format"] == "nvfp4-pack-quantized"
@@ -311,7 +311,7 @@ def test_weights_that_are_selected_and_already_there_get_the_schemes_activations
     src = checkpoint(tmp_path / "src", tensors, {"model_type": "toy", "quantization_config": quantization})
     for ignore, activations in (([], [True]), (["re:.*q_proj"], [True, False])):
         result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=ignore, dry_run=True)
-        groups = json.loads(result.plan.config)["quantization_config"]["config_groups"].values()
+        groups = json.loads(result.plan.files["config.json"])["quantization_config"]["config_groups"].values()
         assert sorted((g["input_activations"] is not None for g in groups), reverse=True) == activations
 
 

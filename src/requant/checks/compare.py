@@ -14,12 +14,12 @@ from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.store import LocalStore
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError
-from requant.execute.pool import run_parallel
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, read_weight, tile_rows
+from requant.execute.workers import run_parallel
 from requant.families.roles import Templates, role_of
-from requant.formats import FLOAT_DTYPES, FORMATS, Tile
+from requant.formats import FLOAT_DTYPES, Tile, format_named
 from requant.plan.inventory import Inventory, take_inventory
 from requant.plan.source_config import parse_config
 
@@ -172,7 +172,7 @@ def _flat(weight: Weight) -> Weight:
 
 def _values(store: LocalStore, weight: Weight, rows: Rows, scratch: Scratch, slot: str) -> Tile:
     out = scratch.tile(slot, "F32", rows.last - rows.first, weight.shape[1])
-    FORMATS[weight.format].decode(read_weight(store, weight, rows, scratch), out)
+    format_named(weight.format).decode(read_weight(store, weight, rows, scratch), out)
     return out
 
 

@@ -11,10 +11,10 @@ from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from requant.checkpoint.header import TensorRef
 from requant.errors import CallError, CheckpointError, Problem
 from requant.execute.journal import read_journal
-from requant.execute.pool import run_parallel
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
-from requant.formats import FLOAT_DTYPES, FORMATS, NUMPY_BITS
+from requant.execute.workers import run_parallel
+from requant.formats import FLOAT_DTYPES, NUMPY_BITS, format_named
 from requant.plan.describe import disagreements
 from requant.plan.inventory import Inventory, take_inventory
 from requant.plan.source_config import parse_config
@@ -85,8 +85,12 @@ def _find_nan(
     wanted: list[tuple[TensorRef, str]] = []
     for weight in inventory.weights:
         if weight.format and len(weight.shape) == 2:
-            parts = FORMATS[weight.format].parts((weight.shape[0], weight.shape[1]), weight.dtype)
-            refs = [(ref, part.spells) for ref, part in zip(weight.parts, parts, strict=True)]
+            parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
+            refs = [
+                (ref, part.spells if ref.dtype == part.dtype else ref.dtype)
+                for ref, part in zip(weight.parts, parts, strict=True)
+            ]
+            refs += [(ref, ref.dtype) for ref in weight.inputs]
         else:
             refs = [(ref, ref.dtype) for ref in weight.parts]
         wanted += refs if level == "data" else refs[1:]

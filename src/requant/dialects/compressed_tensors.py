@@ -7,24 +7,53 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-SUFFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "dense": ("weight",),
-        "fp8-channel": ("weight", "weight_scale"),
-        "fp8-block": ("weight", "weight_scale"),
-        "mxfp4": ("weight_packed", "weight_scale"),
-    }
+from requant.dialects.base import Dialect, InputScale, Spelling
+
+_WEIGHT, _PACKED, _SCALE = Spelling("weight"), Spelling("weight_packed"), Spelling("weight_scale")
+_SHAPE = Spelling("weight_shape", ("I32",))
+
+COMPRESSED_TENSORS = Dialect(
+    "compressed-tensors",
+    MappingProxyType(
+        {
+            "dense": (_WEIGHT,),
+            "fp8-tensor": (_WEIGHT, _SCALE),
+            "fp8-channel": (_WEIGHT, _SCALE),
+            "fp8-block": (_WEIGHT, Spelling("weight_scale", ("F8_E8M0",))),
+            "mxfp4": (_PACKED, _SCALE),
+            "mxfp8": (_WEIGHT, _SCALE),
+            "nvfp4": (_PACKED, _SCALE, Spelling("weight_global_scale")),
+            "int8-channel": (_WEIGHT, _SCALE),
+            "int": (_PACKED, _SCALE, _SHAPE),
+            "int-asym": (_PACKED, _SCALE, Spelling("weight_zero_point"), _SHAPE),
+        }
+    ),
+    MappingProxyType(
+        {
+            "nvfp4": InputScale("input_global_scale", (1,), 2688.0, divisor=True),
+            "fp8-tensor": InputScale("input_scale", (1,), 448.0, divisor=False),
+        }
+    ),
 )
-"""Storage format → tensor name suffixes, in the order of the format's parts."""
 
 CT_FORMAT: Mapping[str, str] = MappingProxyType(
     {
+        "fp8-tensor": "float-quantized",
         "fp8-channel": "float-quantized",
         "fp8-block": "float-quantized",
         "mxfp4": "mxfp4-pack-quantized",
+        "mxfp8": "mxfp8-quantized",
+        "nvfp4": "nvfp4-pack-quantized",
+        "nvfp4-scale2": "nvfp4-pack-quantized",
+        "int8-channel": "int-quantized",
     }
 )
-"""Storage format → the ``format`` key of a quantization_config."""
+"""Storage format → the ``format`` key of a quantization_config; grouped integers: see `ct_format`."""
+
+
+def ct_format(format_name: str) -> str:
+    """Return what compressed-tensors calls a storage format in config.json."""
+    return CT_FORMAT.get(format_name, "pack-quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +63,3 @@ class Group:
     format: str
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None
-
-
-def part_suffix(format_name: str, index: int) -> str:
-    """Return what follows a module's name in the name of its format's part ``index``, dot included."""
-    return "." + SUFFIXES[format_name][index]

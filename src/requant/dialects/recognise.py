@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from requant.checkpoint.header import TensorRef
-from requant.dialects.compressed_tensors import SUFFIXES
+from requant.dialects import DIALECTS
+from requant.dialects.base import Spelling
 from requant.errors import Problem
-from requant.formats import FLOAT_DTYPES, FORMATS
+from requant.formats import FLOAT_DTYPES, FORMATS, Format, PackedInt
+from requant.formats.packed_int import CHANNEL
 
 PAYLOADS = ("weight", "weight_packed")
 PART_SUFFIXES = frozenset(
     {
-        *PAYLOADS,
-        "weight_scale",
-        "weight_scale_2",
-        "weight_scale_inv",
-        "weight_global_scale",
-        "weight_zero_point",
-        "weight_shape",
+        *(spelled.suffix for dialect in DIALECTS.values() for parts in dialect.spellings.values() for spelled in parts),
+        *(scale.suffix for dialect in DIALECTS.values() for scale in dialect.input_scales.values()),
         "weight_g_idx",
-        "input_scale",
-        "input_global_scale",
         "input_zero_point",
     }
 )
@@ -36,9 +30,10 @@ DEFAULT_DTYPE = "BF16"
 class Weight(NamedTuple):
     """A weight as it lies on disk.
 
-    ``module`` is the name without the part suffix, ``format`` a key of FORMATS or "" where the parts are of no
+    ``module`` is the name without the part suffix, ``format`` the name of one or "" where the parts are of no
     known format, ``shape`` the logical one, ``dtype`` the float dtype of the stored values (dense) or scales;
-    BF16 where the format has no float dtype. ``parts`` follow the format's order.
+    BF16 where the format has no float dtype. ``parts`` follow the format's order and are spelled in ``dialect``;
+    ``inputs`` are the activation scales beside them.
     """
 
     module: str
@@ -46,6 +41,27 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[TensorRef, ...]
+    dialect: str = ""
+    inputs: tuple[TensorRef, ...] = ()
+
+
+_BITS: tuple[Literal[4, 8], ...] = (4, 8)
+_USUAL_GROUPS = (32, 64, 128)
+"""A row of so many columns is one group rather than a channel."""
+
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""(suffix, dtype, shape) of every tensor that may be a part."""
+
+
+class _Found(NamedTuple):
+    """What weights of one signature are; ``order`` and ``inputs`` are places in the signature."""
+
+    format: str
+    dialect: str
+    shape: tuple[int, ...]
+    dtype: str
+    order: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 def is_bank(module: str, shape: tuple[int, ...]) -> bool:
@@ -53,18 +69,93 @@ def is_bank(module: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 3 and module.rpartition(".")[0].endswith(".experts")
 
 
-def recognise(module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
-    """Return the weight that ``tensors``, called ``module.suffix``, are the parts of.
+class Recogniser:
+    """Recognises weights, thinking once about each signature: thousands are alike.
 
-    A payload without the scale that its dtype calls for, and a scale without a payload, are problems.
-    Parts of no known format give a weight whose ``format`` is "".
+    ``read_shape`` returns the two numbers of a ``weight_shape``: packed integers do not tell their width otherwise.
     """
-    start = len(module) + 1
-    found = _classify(tuple([(tensor[0][start:], tensor[1], tensor[2]) for tensor in tensors]))
-    if found is not None:
-        name, shape, dtype, order = found
-        return Weight(module, name, shape, dtype, tuple([tensors[place] for place in order]))
-    parts = {tensor.name[start:]: tensor for tensor in tensors}
+
+    def __init__(self, read_shape: Callable[[TensorRef], tuple[int, ...]]) -> None:
+        self._read_shape = read_shape
+        self._known: dict[Signature, _Found | None] = {}
+
+    def __call__(self, module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
+        """Return the weight that ``tensors``, called ``module.suffix``, are the parts of.
+
+        A payload without the scale that its dtype calls for, and a scale without a payload, are problems.
+        Parts of no known format give a weight whose ``format`` is "".
+        """
+        start = len(module) + 1
+        signature = tuple([(tensor[0][start:], tensor[1], tensor[2]) for tensor in tensors])
+        if signature not in self._known:
+            self._known[signature] = self._classify(signature, tensors)
+        found = self._known[signature]
+        if found is None:
+            return _unknown(module, tensors)
+        parts = tuple([tensors[place] for place in found.order])
+        inputs = tuple([tensors[place] for place in found.inputs])
+        return Weight(module, found.format, found.shape, found.dtype, parts, found.dialect, inputs)
+
+    def _classify(self, signature: Signature, tensors: Sequence[TensorRef]) -> _Found | None:
+        places = {suffix: place for place, (suffix, _, _) in enumerate(signature)}
+        for dialect in DIALECTS.values():
+            for name, spelling in dialect.spellings.items():
+                order = [places.get(spelled.suffix, -1) for spelled in spelling]
+                scale = dialect.input_scales.get(name)
+                inputs = [places[scale.suffix]] if scale is not None and scale.suffix in places else []
+                if -1 in order or len(order) + len(inputs) != len(signature):
+                    continue
+                stored = [signature[place] for place in order]
+                for format_, columns in self._candidates(name, [tensors[place] for place in order]):
+                    found = _logical(format_, columns, spelling, stored)
+                    if found is not None:
+                        return _Found(format_.name, dialect.name, *found, tuple(order), tuple(inputs))
+        return None
+
+    def _candidates(self, name: str, parts: Sequence[TensorRef]) -> list[tuple[Format, int]]:
+        """Return the formats that a spelling may be of, and the logical columns: one, or integers of some group."""
+        packed = parts[0].shape
+        if name in FORMATS:
+            return [(FORMATS[name], packed[-1] * FORMATS[name].packing if packed else 0)]
+        scales, shape = parts[1].shape, parts[-1]
+        if (
+            len(packed) != 2
+            or len(scales) != 2
+            or not scales[1]
+            or shape.shape != (2,)
+            or shape.dtype not in ("I32", "I64")
+        ):
+            return []
+        columns = self._read_shape(shape)[1]
+        if columns < 1:
+            return []
+        whole_row = scales[1] == 1 and columns not in _USUAL_GROUPS
+        group = CHANNEL if whole_row else columns // scales[1]
+        return [(PackedInt(bits, group, symmetric=name == "int"), columns) for bits in _BITS]
+
+
+def _logical(
+    format_: Format, columns: int, spelling: Sequence[Spelling], stored: Sequence[tuple[str, str, tuple[int, ...]]]
+) -> tuple[tuple[int, ...], str] | None:
+    """Return logical shape and float dtype of parts that are spelled as this format's would be, or None."""
+    _, payload_dtype, payload = stored[0]
+    if format_.name == "dense":
+        return (payload, payload_dtype) if payload_dtype in FLOAT_DTYPES else None
+    if len(payload) != 2 or columns % format_.multiple:
+        return None
+    shape = payload[0], columns
+    for dtype in FLOAT_DTYPES:
+        wanted = format_.parts(shape, dtype)
+        if all(
+            actual in (part.dtype, part.spells, *spelled.dtypes) and spelled.shape(part.shape) == on_disk
+            for part, spelled, (_, actual, on_disk) in zip(wanted, spelling, stored, strict=True)
+        ):
+            return shape, dtype
+    return None
+
+
+def _unknown(module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
+    parts = {tensor.name[len(module) + 1 :]: tensor for tensor in tensors}
     where = ", ".join(f"{suffix} {part.dtype} {list(part.shape)} in {part.shard}" for suffix, part in parts.items())
     payload = next((parts[suffix] for suffix in PAYLOADS if suffix in parts), None)
     if payload is None:
@@ -75,33 +166,3 @@ def recognise(module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
         return Problem("missing-part", message, module, f"restore {module}.weight_scale")
     rest = (part for part in parts.values() if part is not payload)
     return Weight(module, "", payload.shape, DEFAULT_DTYPE, (payload, *rest))
-
-
-@lru_cache(maxsize=4096)
-def _classify(
-    signature: tuple[tuple[str, str, tuple[int, ...]], ...],
-) -> tuple[str, tuple[int, ...], str, tuple[int, ...]] | None:
-    """Return format, logical shape, float dtype and the parts' places among these (suffix, dtype, shape), or None."""
-    places = [suffix for suffix, _, _ in signature]
-    stored = {suffix: (dtype, shape) for suffix, dtype, shape in signature}
-    for name, suffixes in SUFFIXES.items():
-        if stored.keys() != set(suffixes):
-            continue
-        payload_dtype, payload_shape = stored[suffixes[0]]
-        if name == "dense":
-            if payload_dtype in FLOAT_DTYPES:
-                return name, payload_shape, payload_dtype, (0,)
-            continue
-        if len(payload_shape) != 2:
-            continue
-        shape = payload_shape[0], payload_shape[1] * FORMATS[name].packing
-        if shape[1] % FORMATS[name].multiple:
-            continue
-        for dtype in FLOAT_DTYPES:
-            wanted = FORMATS[name].parts(shape, dtype)
-            if all(
-                stored[suffix][0] in (part.dtype, part.spells) and part.shape == stored[suffix][1]
-                for part, suffix in zip(wanted, suffixes, strict=True)
-            ):
-                return name, shape, dtype, tuple(places.index(suffix) for suffix in suffixes)
-    return None

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from requant.checkpoint.fsio import PAGE
 from requant.checkpoint.layout import CopyRun, header_bytes
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
+from requant.execute.input_scales import InputAmax
 from requant.execute.journal import WORK, Journal
-from requant.execute.pool import run_parallel
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import JobState, Values, convert_tile, tile_rows
-from requant.plan.plan import Plan, ShardPlan
+from requant.execute.tiles import Values, tile_rows
+from requant.execute.work import convert_group, convert_tile, start_job
+from requant.execute.workers import run_parallel
+from requant.plan.plan import Job, Plan, ShardPlan, StoredInput
+
+CONFIG = "config.json"
 
 COPY_BYTES = 64 << 20
 """Kept runs are copied in pieces of this size, so that all workers share them."""
@@ -38,11 +44,12 @@ class _OpenShard:
 _Work = Callable[[Scratch], Values]
 
 
-def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[int], None]) -> Values:
+def write_shards(plan: Plan, journal: Journal, amax: InputAmax, workers: int, advance: Callable[[int], None]) -> Values:
     """Write every shard that the journal does not have; return the fate of all converted values.
 
-    ``advance`` is told output bytes as they come, from any thread. Whatever interrupts this leaves the shards
-    that are done, named in the journal, and nothing else.
+    ``amax`` tells the activations' amax where scales of them are written. ``advance`` is told output bytes as they
+    come, from any thread. Whatever interrupts this leaves the shards that are done, named in the journal, and
+    nothing else.
     """
     open_shards: dict[str, _OpenShard] = {}
     plan.checkpoint.store.read_once = _outgrows_memory(plan)
@@ -63,7 +70,7 @@ def write_shards(plan: Plan, journal: Journal, workers: int, advance: Callable[[
                 advance(shard_plan.layout.data_bytes)
                 continue
             shard = open_shards[shard_plan.name] = _open(shard_plan, plan, journal.folder, f"{number}.partial")
-            for work, nbytes in _shard_work(shard, plan):
+            for work, nbytes in _shard_work(shard, plan, amax):
                 with shard.lock:
                     shard.pending += 1
                 yield shard, work, nbytes
@@ -99,7 +106,8 @@ def commit(plan: Plan, journal: Journal) -> None:
     if index is not None:
         name, data = index
         write_atomically(journal.folder / name, data)
-    write_atomically(journal.folder / "config.json", plan.config)
+    for name, data in sorted(plan.files.items(), key=lambda file: file[0] == CONFIG):
+        write_atomically(journal.folder / name, data)
     journal.close()
 
 
@@ -122,7 +130,7 @@ def output_files(plan: Plan) -> list[str]:
         *(shard.name for shard in plan.shards),
         *(side.destination for side in plan.side_files),
         *index,
-        "config.json",
+        *plan.files,
     ]
 
 
@@ -149,21 +157,48 @@ def _open(shard: ShardPlan, plan: Plan, folder: Path, temp: str) -> _OpenShard:
     return _OpenShard(shard, ShardWriter(final, folder / WORK / temp, layout, header))
 
 
-def _shard_work(shard: _OpenShard, plan: Plan) -> Iterator[tuple[_Work, int]]:
+def _shard_work(shard: _OpenShard, plan: Plan, amax: InputAmax) -> Iterator[tuple[_Work, int]]:
     """Yield the shard's work in pieces, each with the output bytes that it stands for."""
     store, writer, layout = plan.checkpoint.store, shard.writer, shard.plan.layout
     for run in layout.runs:
         for piece in _pieces(run):
             yield partial(_copy, writer, store, piece), piece.nbytes
-    start_of = {spec.name: start for spec, start in zip(layout.tensors, layout.starts(), strict=True)}
+    if not shard.plan.jobs and not shard.plan.inputs:
+        return
+    starts = {spec.name: start for spec, start in zip(layout.tensors, layout.starts(), strict=True)}
+    if shard.plan.inputs:
+        yield partial(_write_inputs, writer, amax, shard.plan.inputs, starts), 4 * len(shard.plan.inputs)
     for job in shard.plan.jobs:
-        state = JobState(job, tuple(start_of[name] for name in job.names))
-        tiles = list(tile_rows(job.weight, job.kind.route.widest_item))
-        state.remaining = len(tiles)
-        nbytes = sum(nbytes for _, (_, _, nbytes) in job.kind.outputs)
-        for rows in tiles:
-            share = nbytes * (rows.last - rows.first) // job.weight.shape[0]
-            yield partial(convert_tile, state, rows, store, writer), share
+        if not job.kind.route.pools:
+            state = start_job(job, starts)
+            for rows in tile_rows(job.weight, job.kind.route.widest_item):
+                share = _output_bytes(job) * (rows.last - rows.first) // job.weight.shape[0]
+                yield partial(convert_tile, state, rows, store, writer), share
+    for group in _pooled(shard.plan.jobs):
+        states = [start_job(job, starts) for job in group]
+        together = plan.spread.get(group[0].group, group)
+        yield partial(convert_group, states, together, store, writer), sum(map(_output_bytes, group))
+
+
+def _pooled(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs of a shard that pool a number, by fused group; a job of no group is one of its own."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.kind.route.pools:
+            groups.setdefault(job.group or job.weight.module, []).append(job)
+    return list(groups.values())
+
+
+def _output_bytes(job: Job) -> int:
+    return sum(nbytes for _, (_, _, nbytes) in job.kind.outputs)
+
+
+def _write_inputs(
+    writer: ShardWriter, amax: InputAmax, inputs: Iterable[StoredInput], starts: Mapping[str, int], _scratch: Scratch
+) -> Values:
+    for stored in inputs:
+        writer.write(starts[stored.name], np.array([stored.scale.stored(amax(stored))], np.float32))
+    return Values()
 
 
 def _pieces(run: CopyRun) -> Iterator[CopyRun]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.convert import commit, output_files, write_shards
+from requant.execute.input_scales import input_amax
 from requant.execute.journal import check_destination, claim, fingerprint_of, free_space, left_behind
 from requant.execute.progress import Progress
 from requant.execute.scan import scan, scanned_bytes
@@ -16,6 +17,7 @@ from requant.plan.plan import Plan
 def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress: Progress) -> Values:
     """Carry out a plan without problems, or what is left of it; return the fate of all converted values."""
     fingerprint = fingerprint_of(plan)
+    amax = input_amax(plan)
     if not check_destination(destination, fingerprint, restart):
         lack = lack_of_space(plan, destination)
         if lack:
@@ -26,7 +28,7 @@ def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress
         if journal.done:
             plan.notes.append(f"continued: {len(journal.done)} of {len(plan.shards)} shards were done already")
         with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
-            values = write_shards(plan, journal, workers, advance)
+            values = write_shards(plan, journal, amax, workers, advance)
         commit(plan, journal)
     return values
 
@@ -76,4 +78,4 @@ def lack_of_space(plan: Plan, destination: Path) -> str:
 
 
 def _refuses_over_span(plan: Plan) -> bool:
-    return plan.recipe.on_over_span == "refuse" or plan.recipe.exact == "required"
+    return plan.recipe.on_over_span == "refuse" or any(rule.exact == "required" for rule in plan.recipe.rules)

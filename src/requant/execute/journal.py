@@ -158,15 +158,7 @@ def _clear(folder: Path, record: dict[str, Any]) -> None:
 
 def fingerprint_of(plan: Plan) -> str:
     """Return what makes a job the same job: version, recipe, and the source's headers and config."""
-    checkpoint, recipe = plan.checkpoint, plan.recipe
-    wish = (
-        recipe.scheme.name,
-        [pattern.text for pattern in recipe.targets],
-        [pattern.text for pattern in recipe.ignore],
-        recipe.exact,
-        recipe.on_over_span,
-        recipe.arithmetic,
-    )
+    checkpoint, wish = plan.checkpoint, plan.recipe.to_json()
     shards = [(shard.shard, shard.size, shard.digest) for shard in checkpoint.shards]
     config = xxhash.xxh3_128_hexdigest(checkpoint.config or b"")
     return xxhash.xxh3_128_hexdigest(json.dumps([__version__, wish, shards, config]).encode())

@@ -8,15 +8,15 @@ alone leave that open is the payload of those rows read as well.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from requant.checkpoint.store import LocalStore
 from requant.errors import Problem
-from requant.execute.pool import run_parallel
+from requant.execute.pooling import pool
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Rows, read_part, read_weight, tile_rows
-from requant.formats import Tile
+from requant.execute.tiles import read_scales, read_weight, tile_rows
+from requant.execute.workers import run_parallel
 from requant.plan.plan import Job, Plan
 
 
@@ -26,6 +26,11 @@ class Findings:
 
     over_span: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+    def add(self, other: Findings) -> None:
+        """Add what was found elsewhere."""
+        self.over_span.update(other.over_span)
+        self.problems += other.problems
 
 
 def scanned_bytes(plan: Plan) -> int:
@@ -38,55 +43,78 @@ def scan(plan: Plan, workers: int, advance: Callable[[int], None], *, count_over
 
     ``advance`` is told the bytes read, from any thread. Problems and over-span counts are in no order.
     """
-    store = plan.checkpoint.store
     findings = Findings()
     lock = threading.Lock()
 
-    def look_at(job: Job, scratch: Scratch) -> None:
-        for rows in tile_rows(job.weight, 1):
-            scales = _read_scales(job, rows, store, scratch)
-            problem = _nan_scale(job, rows, scales)
-            if problem is not None:
-                with lock:
-                    findings.problems.append(problem)
-                return
-            exact = job.kind.route.exact
-            if count_over_span and exact is not None and exact.suspects(scales, 0.0).any():
-                values = exact.over_span(read_weight(store, job.weight, rows, scratch), 0.0)
-                if values:
-                    with lock:
-                        findings.over_span[job.weight.module] = findings.over_span.get(job.weight.module, 0) + values
-        advance(sum(ref.nbytes for ref in job.weight.parts[1:]))
+    def look_at(group: Sequence[Job], scratch: Scratch) -> None:
+        found = Findings()
+        for job in group:
+            found.problems += _nan_scales(job, plan.checkpoint.store, scratch)
+        if count_over_span and not found.problems:
+            _count_over_span(plan, group, scratch, found)
+        with lock:
+            findings.add(found)
+        advance(sum(ref.nbytes for job in group for ref in job.weight.parts[1:]))
 
-    run_parallel(_quantized(plan), look_at, workers)
+    run_parallel(_groups(plan), look_at, workers)
     return findings
+
+
+def _groups(plan: Plan) -> Iterator[Sequence[Job]]:
+    """Yield the quantized jobs, those that pool a number together."""
+    together: dict[str, list[Job]] = {}
+    for job in _quantized(plan):
+        if job.group and job.kind.route.pools:
+            together.setdefault(job.group, []).append(job)
+        else:
+            yield (job,)
+    yield from together.values()
+
+
+def _count_over_span(plan: Plan, group: Sequence[Job], scratch: Scratch, found: Findings) -> None:
+    store = plan.checkpoint.store
+    pooled = 0.0
+    if group[0].kind.route.exact is not None and group[0].kind.route.pools:
+        pooled = pool(
+            group,
+            lambda job, rows: read_weight(store, job.weight, rows, scratch),
+            lambda job, rows: read_scales(store, job.weight, rows, scratch),
+            scratch,
+        )
+    for job in group:
+        exact = job.kind.route.exact
+        if exact is None:
+            continue
+        if exact.holds is not None and not exact.holds(pooled):
+            found.over_span[job.weight.module] = job.weight.shape[0] * job.weight.shape[1]
+            continue
+        for rows in tile_rows(job.weight, job.kind.route.widest_item):
+            scales = read_scales(store, job.weight, rows, scratch)
+            if exact.suspects(scales, pooled).any():
+                values = exact.over_span(read_weight(store, job.weight, rows, scratch), pooled)
+                if values:
+                    found.over_span[job.weight.module] = found.over_span.get(job.weight.module, 0) + values
 
 
 def _quantized(plan: Plan) -> Iterator[Job]:
     return (job for job in plan.jobs() if job.weight.format != "dense")
 
 
-def _read_scales(job: Job, rows: Rows, store: LocalStore, scratch: Scratch) -> list[Tile]:
-    """Read what belongs to some rows of every part but the payload."""
-    weight = job.weight
-    parts = job.kind.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
-    return [
-        read_part(store, weight.parts[index], parts[index], rows, scratch, f"source {index}")
-        for index in range(1, len(parts))
-    ]
-
-
-def _nan_scale(job: Job, rows: Rows, scales: list[Tile]) -> Problem | None:
-    """Return the problem of the first scale that is NaN or Inf."""
+def _nan_scales(job: Job, store: LocalStore, scratch: Scratch) -> list[Problem]:
+    """Return the problem of the first scale that is NaN or Inf, if one is."""
     from requant.kernels import compare
 
     weight = job.weight
     parts = job.kind.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
-    for ref, part, tile in zip(weight.parts[1:], parts[1:], scales, strict=True):
-        bad = compare.first_nonfinite(tile.bits, part.spells)
-        if bad >= 0:
-            columns = tile.bits.shape[1]
-            row = rows.of(part)[0] + bad // columns
-            message = f"NaN or Inf among its scales, at [{row}, {bad % columns}] of {ref.name} in {ref.shard}"
-            return Problem("nan-or-inf", message, weight.module, "repair the source, or --ignore this weight")
-    return None
+    for rows in tile_rows(weight, 1):
+        for ref, part, tile in zip(weight.parts[1:], parts[1:], read_scales(store, weight, rows, scratch), strict=True):
+            spells = part.spells if ref.dtype == part.dtype else ref.dtype
+            if spells not in compare.FLOATING:
+                continue
+            bad = compare.first_nonfinite(tile.bits, spells)
+            if bad >= 0:
+                columns = tile.bits.shape[1]
+                row = rows.of(part)[0] + bad // columns
+                message = f"NaN or Inf among its scales, at [{row}, {bad % columns}] of {ref.name} in {ref.shard}"
+                return [Problem("nan-or-inf", message, weight.module, "repair the source, or --ignore this weight")]
+    return []

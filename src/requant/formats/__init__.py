@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 from requant.formats.base import FLOAT_DTYPES, NUMPY_BITS, Encoding, Format, Part, ScaleRule, Tile, ceil_div
@@ -10,10 +11,21 @@ from requant.formats.dense import Dense
 from requant.formats.exact import ExactRoute, Pool
 from requant.formats.fp8 import Fp8Block, Fp8Channel
 from requant.formats.mxfp4 import Mxfp4
+from requant.formats.packed_int import PackedInt
 from requant.formats.transcode_mxfp4 import FROM_MXFP4
 
 FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in (Dense(), Fp8Channel(), Fp8Block(), Mxfp4())})
-"""Name → format."""
+"""Name → format; grouped integers, of which there are many, are made by `format_named`."""
+
+
+@lru_cache(maxsize=256)
+def format_named(name: str) -> Format:
+    """Return the format of that name; KeyError where there is none."""
+    format_: Format | None = FORMATS.get(name) or PackedInt.named(name)
+    if format_ is None:
+        raise KeyError(name)
+    return format_
+
 
 EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
     {(source, target): route for source, routes in (("mxfp4", FROM_MXFP4),) for target, route in routes.items()}
@@ -28,9 +40,11 @@ __all__ = [
     "Encoding",
     "ExactRoute",
     "Format",
+    "PackedInt",
     "Part",
     "Pool",
     "ScaleRule",
     "Tile",
     "ceil_div",
+    "format_named",
 ]

@@ -19,6 +19,9 @@ _NONFINITE: Mapping[str, int] = MappingProxyType(
     {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F8_E4M3": 0x7F, "F8_E8M0": 0xFF}
 )
 
+FLOATING = frozenset(_NONFINITE)
+"""The dtypes that can spell a NaN or an infinity and that `first_nonfinite` knows."""
+
 
 class Difference(NamedTuple):
     """How ``b`` differs from ``a``: a count, two sums of squares and the largest ``|a - b| / |a|``."""

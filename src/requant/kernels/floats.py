@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .jit import bits_of, float_of, kernel, left, right
 
@@ -58,6 +59,32 @@ def amax_bits(w: Any, dtype: Float) -> Any:
         if pattern > largest:  # max() would compare in 64 bits
             largest = pattern
     return largest
+
+
+@kernel
+def first_nonfinite(w: Any, dtype: Float) -> Any:
+    """Return the index of the first NaN or infinity in a row, or -1."""
+    for i in range(w.size):
+        if (u32(w[i]) & dtype.magnitude) >= dtype.infinity:
+            return i
+    return -1
+
+
+@kernel
+def _amax(w: Any, dtype: Float) -> Any:
+    largest = u32(amax_bits(w, dtype))
+    if largest >= dtype.infinity:
+        return f32(np.inf), first_nonfinite(w, dtype)
+    return magnitude(largest, dtype), -1
+
+
+def amax(bits: NDArray[Any], dtype: str) -> tuple[float, int]:
+    """Return the largest magnitude of a C-contiguous tile of bits of ``dtype``, and -1.
+
+    A tile with a NaN or an infinity gives inf and the flat index of the first; an empty one 0.
+    """
+    value, index = _amax(bits.reshape(-1), FLOATS[dtype])
+    return float(value), int(index)
 
 
 @kernel

@@ -7,7 +7,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .floats import FLOATS, Float, amax_bits, f32, magnitude, narrow, narrow_row, u32, widen, widen_tile
+from .floats import (
+    FLOATS,
+    Float,
+    amax_bits,
+    f32,
+    first_nonfinite,
+    magnitude,
+    narrow,
+    narrow_row,
+    u32,
+    widen,
+    widen_tile,
+)
 from .jit import bits_of, float_of, kernel, left, right
 
 BLOCK = 128
@@ -72,14 +84,6 @@ def _raise_to(amax_bits: Any, w: Any, dtype: Float) -> None:
 
 
 @kernel
-def _first_nonfinite(w: Any, dtype: Float) -> Any:
-    for i in range(w.size):
-        if (u32(w[i]) & dtype.magnitude) >= dtype.infinity:
-            return i
-    return -1
-
-
-@kernel
 def _scale_bits(amax_bits: Any, dtype: Float, scale_dtype: Float) -> Any:
     """Return the bits of ``rnd(amax / 448)``, or of the dtype's eps where that is zero."""
     bits = narrow(f32(magnitude(amax_bits, dtype) / _MAX), scale_dtype)
@@ -92,7 +96,7 @@ def _encode_channel(w: Any, dtype: Float, scale_dtype: Float, rounding: _Roundin
     for r in range(rows):
         largest = amax_bits(w[r], dtype)
         if u32(largest) >= dtype.infinity:
-            return r * cols + _first_nonfinite(w[r], dtype)
+            return r * cols + first_nonfinite(w[r], dtype)
         scales[r, 0] = _scale_bits(largest, dtype, scale_dtype)
         scale = magnitude(scales[r, 0], scale_dtype)
         for c in range(cols):
@@ -114,7 +118,7 @@ def _encode_block(w: Any, dtype: Float, scale_dtype: Float, rounding: _Rounding,
             start, stop = b * BLOCK, min(b * BLOCK + BLOCK, cols)
             largest = amax_bits(column_amax[start:stop], dtype)
             if u32(largest) >= dtype.infinity:
-                return top * cols + _first_nonfinite(w[top:bottom].reshape(-1), dtype)
+                return top * cols + first_nonfinite(w[top:bottom].reshape(-1), dtype)
             scales[top // BLOCK, b] = _scale_bits(largest, dtype, scale_dtype)
             divisors[start:stop] = magnitude(scales[top // BLOCK, b], scale_dtype)
         for r in range(top, bottom):

@@ -20,12 +20,12 @@ _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def edit_config(raw: bytes, quantization_config: dict[str, Any]) -> bytes:
+def edit_config(raw: bytes, quantization_config: dict[str, Any] | None) -> bytes:
     """Return config.json with ``quantization_config`` at its top level and wherever one is one level down.
 
     One level down is ``text_config`` and its like; all get the same value. A missing top-level key is added
-    at the end. Raises CheckpointError (``header-invalid``) unless ``raw`` is one JSON object in UTF-8 in
-    which no object has a key twice.
+    at the end. None takes the key away, wherever it is. Raises CheckpointError (``header-invalid``) unless ``raw``
+    is one JSON object in UTF-8 in which no object has a key twice.
     """
     mark = codecs.BOM_UTF8 if raw.startswith(codecs.BOM_UTF8) else b""
     text = _checked(raw.removeprefix(mark))
@@ -34,12 +34,14 @@ def edit_config(raw: bytes, quantization_config: dict[str, Any]) -> bytes:
         _object_at(text, member.start) for member in top.members if member.key != KEY and text[member.start] == "{"
     ]
     edits = [
-        _replaced(text, parent, member, quantization_config)
+        _removed(parent, member)
+        if quantization_config is None
+        else _replaced(text, parent, member, quantization_config)
         for parent in (top, *nested)
         for member in parent.members
         if member.key == KEY
     ]
-    if all(member.key != KEY for member in top.members):
+    if quantization_config is not None and all(member.key != KEY for member in top.members):
         edits.append(_added(text, top, quantization_config))
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
@@ -91,6 +93,14 @@ class _Style(NamedTuple):
 
 def _replaced(text: str, parent: _Object, member: _Member, value: dict[str, Any]) -> _Edit:
     return _Edit(member.start, member.end, _style(text, parent, member).render(value))
+
+
+def _removed(parent: _Object, member: _Member) -> _Edit:
+    """Take a member away with the comma behind it, or before it if it is the last."""
+    place = parent.members.index(member)
+    if place + 1 < len(parent.members):
+        return _Edit(member.key_start, parent.members[place + 1].key_start, "")
+    return _Edit(parent.members[place - 1].end if place else member.key_start, member.end, "")
 
 
 def _added(text: str, parent: _Object, value: dict[str, Any]) -> _Edit:

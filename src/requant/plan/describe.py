@@ -1,49 +1,72 @@
-"""From weights to the new quantization_config, and how far the source's own config is from its tensors."""
+"""From a selection to the new quantization_config, and how far the source's own config is from its tensors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from requant.dialects import Dialect
 from requant.dialects.compressed_tensors import Group
 from requant.dialects.recognise import Weight, is_bank
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 from requant.plan.config import synthesize
+from requant.plan.config_fp8 import fp8_config
+from requant.plan.config_modelopt import modelopt_config
+from requant.plan.select import Selection
 from requant.plan.source_config import SourceConfig
-from requant.schemes import SCHEMES, Scheme
+from requant.schemes import scheme_of
 
 TIED_HEAD = "lm_head"
 """The output head that engines build for every model; tied to the embeddings, it has no tensor on disk."""
 
-FORMAT_GROUP: Mapping[str, Group] = {scheme.format: scheme.group for scheme in SCHEMES.values()}
-"""Storage format → the group of a weight in it of which nothing more is known."""
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the output says of itself: its quantization_config (None: nothing is quantized), and ``files`` beside it."""
+
+    quantization_config: dict[str, Any] | None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def describe(
-    selected: Iterable[Weight], kept: Iterable[Weight], scheme: Scheme, source: SourceConfig
-) -> dict[str, Any]:
-    """Return the quantization_config of the output: ``selected`` weights are under ``scheme`` now.
+def describe(selection: Selection, dialect: Dialect, source: SourceConfig) -> Description:
+    """Describe the output in the words of ``dialect``.
 
     A kept weight that is quantized keeps its source's activation settings; one of a format unknown here keeps
     the group that the source's config gives it, without which it cannot be described (CheckpointError).
     """
+    groups = _groups(selection, source)
+    if not any(groups.values()):
+        return Description(None)
+    if dialect.name == "fp8":
+        return Description(fp8_config(groups))
+    if dialect.name == "modelopt":
+        config = modelopt_config(groups)
+        beside = {"hf_quant_config.json": json.dumps(_hf_quant_config(config), indent=2).encode() + b"\n"}
+        return Description(config, beside)
+    return Description(synthesize(groups))
+
+
+def _groups(selection: Selection, source: SourceConfig) -> dict[str, Group | None]:
+    """Return the group of every module that an engine could take for a Linear; None: unquantized."""
     quantization = source.quantization if source.is_compressed_tensors else {}
     resolver = Resolver(quantization)
-    group = scheme.group
-    groups: dict[str, Group | None] = {weight.module: group for weight in selected}
-    known: dict[tuple[str, str | None], Group | None] = {}
+    groups: dict[str, Group | None] = {}
+    for target, weights in selection.under_schemes():
+        groups.update(dict.fromkeys([weight.module for weight in weights], target.scheme.group))
+    known: dict[tuple[str, str | None, bool], Group | None] = {}
     problems = []
-    for weight in kept:
+    for weight in selection.kept:
         if weight.format == "dense" or (not weight.format and len(weight.parts) == 1):
             if len(weight.shape) >= 2:
                 groups.update(dict.fromkeys(_asked_as(weight), None))
             continue
         name = resolver(weight.module)
-        key = weight.format, name
+        key = weight.format, name, bool(weight.inputs)
         if key not in known:
-            known[key] = _kept_group(weight.format, quantization, name)
+            known[key] = _kept_group(weight, quantization, name)
         if known[key] is None:
             message = "it stays in a format unknown here, and the source's config does not describe it"
             remedy = "add it to the source's quantization_config, or leave it out of the checkpoint"
@@ -53,7 +76,7 @@ def describe(
         raise CheckpointError(problems)
     if not any(module.endswith(TIED_HEAD) for module in groups):
         groups[TIED_HEAD] = None
-    return synthesize(groups)
+    return groups
 
 
 def disagreements(source: SourceConfig, weights: Iterable[Weight]) -> list[str]:
@@ -99,13 +122,20 @@ def _asked_as(weight: Weight) -> list[str]:
     return [weight.module]
 
 
-def _kept_group(format_name: str, quantization: Mapping[str, Any], name: str | None) -> Group | None:
+def _kept_group(weight: Weight, quantization: Mapping[str, Any], name: str | None) -> Group | None:
     """Return the group of a quantized weight that stays; ``name`` is its group in the source's config."""
     declared = quantization["config_groups"][name] if name else None
-    preset = FORMAT_GROUP.get(format_name)
+    scheme = scheme_of(weight.format, stores_input_scale=bool(weight.inputs))
+    preset = None if scheme is None else scheme.group
     if preset is not None:
         return preset if declared is None else replace(preset, input_activations=declared.get("input_activations"))
     if declared is None or not declared.get("weights"):
         return None
     ct_format = declared.get("format") or quantization.get("format")
     return Group(str(ct_format), declared["weights"], declared.get("input_activations"))
+
+
+def _hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the older form of a ModelOpt config, for readers of hf_quant_config.json."""
+    quantization = {key: value for key, value in config.items() if key not in ("quant_method", "ignore", "producer")}
+    return {"producer": config["producer"], "quantization": {**quantization, "exclude_modules": config["ignore"]}}

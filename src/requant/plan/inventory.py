@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
-from requant.dialects.recognise import PART_SUFFIXES, Weight, is_bank, recognise
+from requant.dialects.recognise import PART_SUFFIXES, Recogniser, Weight, is_bank
 from requant.errors import Problem
 from requant.formats import FLOAT_DTYPES
 
@@ -39,6 +42,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             else:
                 others.append(tensor)
     weights: list[Weight] = banks
+    recognise = Recogniser(partial(_read_shape, checkpoint))
     problems: list[Problem] = []
     for module, parts in modules.items():
         found = recognise(module, parts)
@@ -47,3 +51,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         else:
             weights.append(found)
     return Inventory(weights, others, problems)
+
+
+def _read_shape(checkpoint: Checkpoint, tensor: TensorRef) -> tuple[int, ...]:
+    """Return the numbers in a ``weight_shape``, the only data that tell a format."""
+    data = checkpoint.store.read(tensor.shard, tensor.offset, tensor.nbytes)
+    return tuple(np.frombuffer(data, f"<i{tensor.nbytes // 2}").tolist())

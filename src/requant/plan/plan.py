@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
 from requant.checkpoint.dtypes import payload_bytes
-from requant.checkpoint.header import ShardHeader
+from requant.checkpoint.header import ShardHeader, TensorRef
 from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
 from requant.checkpoint.sidefiles import SideFile, side_files
-from requant.dialects.compressed_tensors import part_suffix
+from requant.dialects import DIALECTS, Dialect, InputScale
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
+from requant.families.family import family_of
 from requant.formats import Part
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
+from requant.plan.groups import fused_members, split_groups
 from requant.plan.inventory import take_inventory
+from requant.plan.respell import respelled_parts
 from requant.plan.routes import Route, route_of
-from requant.plan.select import select
+from requant.plan.select import Selection, Target, select
 from requant.plan.source_config import parse_config
 from requant.recipe.recipe import Recipe
 
@@ -32,21 +35,31 @@ class Kind(NamedTuple):
     ``outputs`` are the suffix of each part's name, and its dtype, shape and bytes.
     """
 
+    scheme: str
     route: Route
     parts: tuple[Part, ...]
     outputs: tuple[tuple[str, tuple[str, tuple[int, ...], int]], ...]
 
 
 class Job(NamedTuple):
-    """A weight to convert."""
+    """A weight to convert. ``group`` names the fused group that it pools a number with; "": none."""
 
     weight: Weight
     kind: Kind
+    group: str
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the parts that replace it, in the target format's order."""
         return tuple(self.weight.module + suffix for suffix, _ in self.kind.outputs)
+
+
+class StoredInput(NamedTuple):
+    """An activation scale to be written: the tensor's name, the weight that it is for, how it is stored."""
+
+    name: str
+    weight: Weight
+    scale: InputScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +69,24 @@ class ShardPlan:
     name: str
     layout: ShardLayout
     jobs: list[Job]
+    inputs: list[StoredInput]
     verbatim: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be done. ``config`` is the new config.json; b"" where a problem kept it from being made."""
+    """What will be done.
+
+    ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
+    ``spread`` holds the jobs of the fused groups that lie in more than one shard.
+    """
 
     checkpoint: Checkpoint
     recipe: Recipe
     shards: list[ShardPlan]
     side_files: list[SideFile]
-    config: bytes
+    files: Mapping[str, bytes]
+    spread: Mapping[str, list[Job]]
     kept: int
     kept_reasons: dict[str, int]
     problems: list[Problem]
@@ -91,7 +110,7 @@ class Plan:
             "bytes_shared": shared,
             "tensors_in": self.checkpoint.tensor_count,
             "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
-            "converted": {self.recipe.scheme.name: len(jobs)} if jobs else {},
+            "converted": dict(Counter(job.kind.scheme for job in jobs)),
             "routes": dict(Counter(job.kind.route.kind for job in jobs)),
             "kept": self.kept,
             "kept_reasons": self.kept_reasons,
@@ -110,60 +129,133 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     source = parse_config(checkpoint.config)
     inventory = take_inventory(checkpoint)
     selection = select(inventory.weights, recipe, source.experts)
-    problems = inventory.problems + selection.problems
+    family = recipe.family or family_of(source.model_types)
+    groups, faults = fused_members(selection, family, source.family)
+    problems = inventory.problems + selection.problems + faults + split_groups(selection, family)
     notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
-    jobs = _jobs(selection.converted, recipe, source.dtype)
-    shards = _lay_out(checkpoint, jobs)
-    config = b""
+    dialect = DIALECTS[recipe.dialect]
+    jobs = _jobs(selection, recipe, dialect, source.dtype, groups)
+    problems += _unheld(jobs)
+    renamed, unspoken = respelled_parts(selection, dialect)
+    problems += unspoken
+    shards = _lay_out(checkpoint, jobs, renamed, _inputs(selection, dialect))
+    files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
     try:
         sides = side_files(checkpoint.store)
         if not problems:
-            selected = selection.converted + selection.already
-            config = edit_config(source.raw, describe(selected, selection.kept, recipe.scheme, source))
+            new = describe(selection, dialect, source)
+            files = {"config.json": edit_config(source.raw, new.quantization_config), **new.files}
     except CheckpointError as error:
         problems += error.problems
-    kept = len(selection.kept) + len(selection.already)
-    return Plan(checkpoint, recipe, shards, sides, config, kept, dict(selection.kept_reasons), problems, notes)
+    kept = len(selection.kept) + sum(map(len, selection.already.values()))
+    reasons = dict(selection.kept_reasons)
+    return Plan(checkpoint, recipe, shards, sides, files, _spread(jobs), kept, reasons, problems, notes)
 
 
-def _jobs(weights: Iterable[Weight], recipe: Recipe, dtype: str) -> list[Job]:
+def _jobs(selection: Selection, recipe: Recipe, dialect: Dialect, dtype: str, groups: Mapping[str, str]) -> list[Job]:
     """Give every weight its route; the thinking is done once per kind of weight."""
-    kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
     jobs = []
-    for weight in weights:
-        key = weight.format, weight.dtype, weight.shape
-        kind = kinds.get(key)
-        if kind is None:
-            route = route_of(weight, recipe, dtype)
-            parts = route.target.parts((weight.shape[0], weight.shape[1]), route.scale_dtype)
-            outputs = tuple(
-                (part_suffix(route.target.name, index), (part.dtype, part.shape, payload_bytes(part.dtype, part.shape)))
-                for index, part in enumerate(parts)
-            )
-            kind = kinds[key] = Kind(route, parts, outputs)
-        jobs.append(Job(weight, kind))
+    for target, weights in selection.converted.items():
+        kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
+        for weight in weights:
+            key = weight.format, weight.dtype, weight.shape
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _kind(weight, target, recipe, dialect, dtype)
+            jobs.append(Job(weight, kind, groups.get(weight.module, "") if groups else ""))
     return jobs
 
 
-def _lay_out(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[ShardPlan]:
-    """Give every job to the shard of its payload; a shard that is left without tensors is dropped."""
+def _kind(weight: Weight, target: Target, recipe: Recipe, dialect: Dialect, dtype: str) -> Kind:
+    route = route_of(weight, target.format, target.rule.exact, recipe, dtype)
+    parts = route.target.parts((weight.shape[0], weight.shape[1]), route.scale_dtype)
+    spelling = dialect.spelling(target.format)
+    assert spelling is not None, "make_recipe refuses a scheme that the dialect cannot write"
+    outputs = []
+    for part, spelled in zip(parts, spelling, strict=True):
+        shape = spelled.shape(part.shape)
+        nbytes = payload_bytes(part.dtype, shape)
+        outputs.append((f".{spelled.suffix}", (part.dtype, shape, nbytes)))
+    return Kind(target.scheme.name, route, parts, tuple(outputs))
+
+
+def _unheld(jobs: Iterable[Job]) -> list[Problem]:
+    """Return a problem for every weight that must not be rounded and has no exact route."""
+    remedy = "allow rounding (--exact auto), or --ignore it"
+    return [
+        Problem(
+            "over-span",
+            f"no exact route leads from {job.kind.route.source.name} to {job.kind.route.target.name}",
+            job.weight.module,
+            remedy,
+        )
+        for job in jobs
+        if job.kind.route.required and job.kind.route.exact is None
+    ]
+
+
+def _inputs(selection: Selection, dialect: Dialect) -> dict[str, list[StoredInput]]:
+    """Return the activation scales to be written, by the shard of the weight that they are for."""
+    found: dict[str, list[StoredInput]] = {}
+    for selected in (selection.converted, selection.respelled):
+        for target, weights in selected.items():
+            if not target.scheme.stores_input_scale:
+                continue
+            scale = dialect.input_scales[target.format]
+            for weight in weights:
+                if weight.inputs and selected is selection.respelled:
+                    continue  # it has its own
+                stored = StoredInput(f"{weight.module}.{scale.suffix}", weight, scale)
+                found.setdefault(weight.parts[0].shard, []).append(stored)
+    return found
+
+
+def _spread(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+    """Return the jobs of every fused group that lies in more than one shard."""
+    members: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.group and job.kind.route.pools:
+            members.setdefault(job.group, []).append(job)
+    return {
+        group: together
+        for group, together in members.items()
+        if len({job.weight.parts[0].shard for job in together}) > 1
+    }
+
+
+def _lay_out(
+    checkpoint: Checkpoint,
+    jobs: Sequence[Job],
+    renamed: Mapping[str, TensorRef | None],
+    inputs: Mapping[str, list[StoredInput]],
+) -> list[ShardPlan]:
+    """Give every job to the shard of its payload; a shard that is left without tensors is dropped.
+
+    ``renamed`` tensors are kept under another name, dtype or shape, or (None) left out.
+    """
     by_shard: dict[str, list[Job]] = {}
     replaced: set[str] = set()
     for job in jobs:
         by_shard.setdefault(job.weight.parts[0].shard, []).append(job)
-        replaced.update(part.name for part in job.weight.parts)
+        replaced.update([part.name for part in job.weight.parts])
+        if job.weight.inputs:
+            replaced.update([part.name for part in job.weight.inputs])
     new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
     plans = []
     for shard in checkpoint.shards:
         mine = by_shard.get(shard.shard, [])
+        stored = inputs.get(shard.shard, [])
         kept = [tensor for tensor in shard.tensors if tensor.name not in replaced]
-        if len(kept) == len(shard.tensors) and not mine:
-            plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, verbatim=True))
+        if renamed:
+            kept = [again for tensor in kept if (again := renamed.get(tensor.name, tensor)) is not None]
+        if len(kept) == len(shard.tensors) and not (mine or stored or renamed):
+            plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True))
         elif mine or kept:
             new = [new_spec((job.weight.module + suffix, *rest)) for job in mine for suffix, rest in job.kind.outputs]
+            new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
             layout = lay_out(shard.shard, new, kept, shard.metadata)
-            plans.append(ShardPlan(shard.shard, layout, mine, verbatim=False))
+            plans.append(ShardPlan(shard.shard, layout, mine, stored, verbatim=False))
     return plans
 
 

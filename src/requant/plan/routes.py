@@ -2,67 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from requant.dialects.recognise import DEFAULT_DTYPE, Weight
-from requant.formats import EXACT_ROUTES, FORMATS, NUMPY_BITS, Encoding, ExactRoute, Format, Tile
-from requant.recipe.recipe import Recipe
+from requant.formats import EXACT_ROUTES, NUMPY_BITS, ExactRoute, Format, ScaleRule, format_named
+from requant.recipe.recipe import Arithmetic, Exact, Recipe
 
-Kind = Literal["exact", "reference", "float32"]
+RouteKind = Literal["exact", "reference", "float32"]
+MICROSCALED = frozenset({"mxfp4", "mxfp8", "nvfp4", "nvfp4-scale2"})
+"""Formats of few significant bits per value, which another can hold without loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One way from ``source`` to ``target``, the same for every weight that takes it.
 
-    ``exact`` is set for an exact route. Otherwise tiles are decoded to ``through`` (a dense source of that
-    dtype is taken as it is) and encoded. ``scale_dtype``: dtype of the target's scales.
+    ``exact`` is set for an exact route. On every other, and for a weight that an exact one does not hold, tiles are
+    decoded to ``through`` (a dense source of that dtype is taken as it is) and encoded. ``scale_dtype``: dtype of
+    the target's scales, or values if it is dense. ``required``: rounding is refused.
     """
 
-    kind: Kind
     source: Format
     target: Format
     through: str
     scale_dtype: str
+    arithmetic: Arithmetic
+    scale: ScaleRule
     exact: ExactRoute | None
+    required: bool
+
+    @property
+    def kind(self) -> RouteKind:
+        """How the route is counted."""
+        return self.arithmetic if self.exact is None else "exact"
 
     @property
     def decodes(self) -> bool:
-        """Whether a tile passes through a buffer of values in ``through``."""
-        return self.exact is None and self.source.name != "dense"
+        """Whether a rounded tile passes through a buffer of values in ``through``."""
+        return self.source.name != "dense"
+
+    @property
+    def pools(self) -> bool:
+        """Whether a number must be known of a whole weight, or fused group, before its first tile is converted."""
+        return self.target.pools_amax if self.exact is None else self.exact.pool is not None
 
     @property
     def widest_item(self) -> int:
         """Bytes of a value in the widest form that it takes on its way."""
-        return NUMPY_BITS[self.through].itemsize if self.through else 1
+        widest = 1 if self.target.name != "dense" else NUMPY_BITS[self.scale_dtype].itemsize
+        if self.exact is None or self.exact.holds is not None:
+            widest = max(widest, NUMPY_BITS[self.through].itemsize)
+        return widest
 
-    def encode(self, values: Tile, target: Sequence[Tile]) -> int:
-        """Encode a tile of values; return the flat index of the first NaN/Inf, or -1."""
-        return self.target.encode(values, target, Encoding(self.kind == "reference"))
 
-
-def route_of(weight: Weight, recipe: Recipe, dtype: str) -> Route:
+def route_of(weight: Weight, target: str, exact: Exact, recipe: Recipe, dtype: str) -> Route:
     """Return the route for a weight of a checkpoint whose config says that it computes in ``dtype``.
 
     Under ``reference`` a quantized source is decoded to that dtype first, as LLM Compressor's dequantizer
     does; under ``float32`` it is not rounded on the way, and the scales stay F32.
     """
-    dense = weight.format == "dense"
-    through = weight.dtype if dense else ("F32" if recipe.arithmetic == "float32" else dtype)
-    allow_exact = recipe.exact != "off"
-    return _route(weight.format, recipe.scheme.format, through, recipe.arithmetic, allow_exact)
+    return _route(weight.format, weight.dtype, target, exact, recipe.arithmetic, recipe.scale, dtype)
 
 
 @lru_cache(maxsize=256)
 def _route(
-    source: str, target: str, through: str, arithmetic: Literal["reference", "float32"], allow_exact: bool
+    source: str, stored: str, target: str, exact: Exact, arithmetic: Arithmetic, scale: ScaleRule, dtype: str
 ) -> Route:
-    exact = EXACT_ROUTES.get((source, target)) if allow_exact else None
-    if exact is not None:
-        scale_dtype = "F32" if arithmetic == "float32" else DEFAULT_DTYPE
-        return Route("exact", FORMATS[source], FORMATS[target], "", scale_dtype, exact)
-    scale_dtype = "F32" if arithmetic == "float32" else through
-    return Route(arithmetic, FORMATS[source], FORMATS[target], through, scale_dtype, None)
+    dense = source == "dense"
+    through = stored if dense else ("F32" if arithmetic == "float32" else dtype)
+    shortcut = EXACT_ROUTES.get((source, target)) if exact != "off" else None
+    if shortcut is not None and shortcut.holds is not None and arithmetic == "reference" and stored != dtype:
+        shortcut = None  # its scales and those of weights that do not qualify would have two dtypes
+    if target == "dense":
+        scale_dtype = DEFAULT_DTYPE
+    elif arithmetic == "float32" and (shortcut is None or source in MICROSCALED):
+        scale_dtype = "F32"
+    else:
+        scale_dtype = through if shortcut is None else stored
+    required = exact == "required" and source in MICROSCALED
+    ends = format_named(source), format_named(target)
+    return Route(*ends, through, scale_dtype, arithmetic, scale, shortcut, required)

@@ -34,6 +34,12 @@ class SourceConfig:
         return family if isinstance(family, str) else None
 
     @property
+    def model_types(self) -> list[str]:
+        """Every model_type, the model's own first, then those of its parts."""
+        found = [scope.get("model_type") for scope in _scopes(self.value)]
+        return [name for name in found if isinstance(name, str)]
+
+    @property
     def dtype(self) -> str:
         """The dtype in which the model computes; BF16 where it does not say."""
         for scope in _scopes(self.value):

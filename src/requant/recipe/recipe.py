@@ -1,14 +1,18 @@
-"""A recipe: the wish that ``--scheme``, ``--target`` and ``--ignore`` spell out."""
+"""A recipe: which modules become what, and how strictly; ``--scheme``, ``--target`` and ``--ignore`` spell one out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from requant.dialects import DIALECTS
 from requant.errors import CallError, Problem
+from requant.families.family import Family, family_named
+from requant.formats import ScaleRule
+from requant.recipe.input_scale import NO_CALIBRATION, InputScaleSource, parse_input_scale
 from requant.recipe.patterns import LINEAR, Pattern, compile_patterns
-from requant.schemes import SCHEMES, Scheme
+from requant.schemes import SCHEMES, Scheme, scheme_named
 
 Exact = Literal["auto", "off", "required"]
 OverSpan = Literal["round", "refuse"]
@@ -16,20 +20,52 @@ Arithmetic = Literal["reference", "float32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What becomes of which weights.
+class Rule:
+    """What becomes of the modules that ``patterns`` name: they go under ``scheme``, or (None) stay as they are.
 
     ``exact``: take exact routes where they exist (auto), never (off), or refuse any rounding of a microscaled
-    source (required). ``on_over_span``: what an exact route does with a region that it cannot hold.
-    ``arithmetic``: LLM Compressor's, in the weight's dtype, or float32 for everything that rounds.
+    source (required). ``reason`` says why modules are kept.
     """
 
-    scheme: Scheme
-    targets: tuple[Pattern, ...]
-    ignore: tuple[Pattern, ...]
+    patterns: tuple[Pattern, ...]
+    scheme: Scheme | None
     exact: Exact = "auto"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Ordered rules, of which the first that names a module holds, and how the work is done.
+
+    ``on_over_span``: what an exact route does with a region that it cannot hold. ``arithmetic``: LLM
+    Compressor's, in the weight's dtype, or float32 for everything that rounds. ``scale``: how scales are found.
+    ``dialect`` is that of the output, ``family`` stands in for the one that config.json names.
+    """
+
+    rules: tuple[Rule, ...]
     on_over_span: OverSpan = "round"
     arithmetic: Arithmetic = "reference"
+    scale: ScaleRule = "amax"
+    input_scale: InputScaleSource = NO_CALIBRATION
+    dialect: str = "compressed-tensors"
+    family: Family | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that makes this recipe differ from another."""
+        rules = [
+            [[pattern.text for pattern in rule.patterns], rule.scheme and rule.scheme.name, rule.exact]
+            for rule in self.rules
+        ]
+        source = self.input_scale
+        return {
+            "rules": rules,
+            "on_over_span": self.on_over_span,
+            "arithmetic": self.arithmetic,
+            "scale": self.scale,
+            "input_scale": [source.kind, source.value, str(source.path)],
+            "dialect": self.dialect,
+            "fused": self.family and self.family.fused,
+        }
 
 
 def make_recipe(
@@ -39,23 +75,56 @@ def make_recipe(
     exact: Exact = "auto",
     on_over_span: OverSpan = "round",
     arithmetic: Arithmetic = "reference",
+    scale: ScaleRule = "amax",
+    input_scale: str = "constant:1.0",
+    dialect: str = "compressed-tensors",
+    family: str | None = None,
 ) -> Recipe:
     """Build a recipe from the words of a call; CallError lists everything that is wrong with them."""
-    problems = []
-    if not isinstance(scheme, str) or scheme not in SCHEMES:
-        problems.append(Problem("bad-option", f"unknown scheme {scheme!r}", remedy=f"one of {', '.join(SCHEMES)}"))
+    problems: list[Problem] = []
+    preset = scheme_named(scheme) if isinstance(scheme, str) else None
+    if preset is None:
+        remedy = f"one of {', '.join(SCHEMES)}, or with a group's size W4A16_G32"
+        problems.append(Problem("bad-option", f"unknown scheme {scheme!r}", remedy=remedy))
     for option, value, choices in (
         ("exact", exact, get_args(Exact)),
         ("on-over-span", on_over_span, get_args(OverSpan)),
         ("arithmetic", arithmetic, get_args(Arithmetic)),
+        ("scale", scale, get_args(ScaleRule)),
+        ("dialect", dialect, tuple(DIALECTS)),
     ):
         if value not in choices:
             problems.append(Problem("bad-option", f"{option} {value!r}", remedy=f"one of {', '.join(choices)}"))
+    patterns: tuple[Pattern, ...] = ()
+    source = NO_CALIBRATION
+    facts = None
     try:
         patterns = compile_patterns([*(targets or (LINEAR,)), *ignore])
     except CallError as error:
         problems += error.problems
-    if problems:
+    try:
+        source = parse_input_scale(input_scale)
+    except CallError as error:
+        problems += error.problems
+    try:
+        facts = None if family is None else family_named(family)
+    except CallError as error:
+        problems += error.problems
+    if preset is not None and dialect in DIALECTS:
+        problems += _unspeakable(preset, dialect)
+    if problems or preset is None:
         raise CallError(problems)
     count = len(targets) or 1
-    return Recipe(SCHEMES[scheme], patterns[:count], patterns[count:], exact, on_over_span, arithmetic)
+    rules = (Rule(patterns[count:], None, reason="ignore"), Rule(patterns[:count], preset, exact))
+    return Recipe(rules, on_over_span, arithmetic, scale, source, dialect, facts)
+
+
+def _unspeakable(scheme: Scheme, dialect_name: str) -> list[Problem]:
+    """Return the problem of a scheme that a dialect has no way to write."""
+    dialect = DIALECTS[dialect_name]
+    if dialect.spelling(dialect.formats.get(scheme.format, scheme.format)) is not None:
+        return []
+    formats = {dialect.formats.get(other.format, other.format): name for name, other in SCHEMES.items()}
+    can = [name for format_name, name in formats.items() if dialect.spelling(format_name)]
+    message = f"the dialect {dialect_name} has no way to write {scheme.name}"
+    return [Problem("bad-option", message, remedy=f"it has {', '.join(can)}")]

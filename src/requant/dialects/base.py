@@ -1,0 +1,75 @@
+"""What a dialect is: how it spells the parts of each storage format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+_PACKED = re.compile(r"int(?:[48]-g\d+|4-channel|8-channel(?=-))(-asym)?(?:-packed)?")
+
+
+def same_shape(shape: Shape) -> Shape:
+    """Return the shape that the format gives a part."""
+    return shape
+
+
+def scalar(_shape: Shape) -> Shape:
+    """Return the shape of a 0-d tensor, for the single value of a part [1]."""
+    return ()
+
+
+class Spelling(NamedTuple):
+    """How one part of a format is written: what follows the module's name, and its shape.
+
+    ``shape`` turns the format's shape into the one on disk; the bytes are the same. ``dtypes`` are taken in place
+    of the format's own when a checkpoint is read.
+    """
+
+    suffix: str
+    dtypes: tuple[str, ...] = ()
+    shape: Callable[[Shape], Shape] = same_shape
+
+
+class InputScale(NamedTuple):
+    """The scale of the activations that is stored beside a weight, one F32 value.
+
+    ``reach`` is the largest magnitude that the scaled activations can have; stored is ``reach / amax`` if
+    ``divisor``, else ``amax / reach``.
+    """
+
+    suffix: str
+    shape: Shape
+    reach: float
+    divisor: bool
+
+    def stored(self, amax: float) -> float:
+        """Return what is stored for activations of at most ``amax``."""
+        return self.reach / amax if self.divisor else amax / self.reach
+
+    def amax(self, stored: float) -> float:
+        """Return the largest magnitude of activations for which ``stored`` is stored."""
+        return self.reach / stored if self.divisor else stored * self.reach
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A way to write quantized checkpoints.
+
+    ``spellings``: storage format → its parts in the format's order; grouped integers of all widths and groups are
+    there as "int" and "int-asym". ``input_scales``: format → activation scale. ``formats``: a scheme's format →
+    the one that this dialect has in its place.
+    """
+
+    name: str
+    spellings: Mapping[str, tuple[Spelling, ...]]
+    input_scales: Mapping[str, InputScale] = field(default_factory=lambda: MappingProxyType({}))
+    formats: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def spelling(self, format_name: str) -> tuple[Spelling, ...] | None:
+        """Return how the parts of a format are written; None where this dialect has no way to."""
+        return self.spellings.get(_PACKED.sub(r"int\1", format_name))

@@ -1,0 +1,125 @@
+"""Work: tiles converted, and every part written where the layout wants it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from requant.checkpoint.store import LocalStore
+from requant.checkpoint.writer import ShardWriter
+from requant.errors import CheckpointError
+from requant.execute.pooling import nan_or_inf, pool
+from requant.execute.scratch import Scratch
+from requant.execute.tiles import Rows, Values, read_weight, tile_rows, values_of
+from requant.formats import NUMPY_BITS, Encoding, Tile
+from requant.plan.plan import Job
+
+HOLD_BYTES = 128 << 20
+"""A fused group of up to this size is held in memory between pooling and conversion, so that it is read once."""
+
+
+@dataclass(slots=True)
+class JobState:
+    """A job under way: its scales, gathered over the tiles and written once, and the tiles still to come."""
+
+    job: Job
+    starts: tuple[int, ...]
+    remaining: int
+    scales: tuple[NDArray[Any], ...] = ()
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self) -> None:
+        """Allocate the scales."""
+        with self.lock:
+            if not self.scales:
+                parts = self.job.kind.parts[1:]
+                self.scales = tuple(
+                    np.empty(part.shape if part.rows else (1, *part.shape), NUMPY_BITS[part.dtype]) for part in parts
+                )
+
+
+def start_job(job: Job, starts: Mapping[str, int]) -> JobState:
+    """Return a job none of whose tiles is done; ``starts`` says where every tensor of the shard begins."""
+    tiles = sum(1 for _ in tile_rows(job.weight, job.kind.route.widest_item))
+    return JobState(job, tuple(starts[name] for name in job.names), tiles)
+
+
+def convert_tile(state: JobState, rows: Rows, store: LocalStore, writer: ShardWriter, scratch: Scratch) -> Values:
+    """Read and convert some rows of a weight that pools nothing."""
+    return _convert(state, rows, read_weight(store, state.job.weight, rows, scratch), 0.0, writer, scratch)
+
+
+def convert_group(
+    states: Sequence[JobState], pooled_with: Sequence[Job], store: LocalStore, writer: ShardWriter, scratch: Scratch
+) -> Values:
+    """Convert weights that share what they pool, with each other and with all of ``pooled_with``."""
+    jobs = [state.job for state in states]
+    held: dict[tuple[str, int], Sequence[Tile]] = {}
+    holds = sum(part.nbytes for job in pooled_with for part in job.weight.parts) <= HOLD_BYTES
+
+    def read(job: Job, rows: Rows) -> Sequence[Tile]:
+        key = job.weight.module, rows.first
+        if key not in held:
+            slot = f"held {len(held)}" if holds else "source"
+            tile = read_weight(store, job.weight, rows, scratch, slot)
+            if not holds:
+                return tile
+            held[key] = tile
+        return held[key]
+
+    pooled = pool(pooled_with, read, lambda job, rows: read(job, rows)[1:], scratch)
+    values = Values()
+    for state, job in zip(states, jobs, strict=True):
+        for rows in tile_rows(job.weight, job.kind.route.widest_item):
+            values.add(_convert(state, rows, read(job, rows), pooled, writer, scratch))
+    return values
+
+
+def _convert(
+    state: JobState, rows: Rows, source: Sequence[Tile], pooled: float, writer: ShardWriter, scratch: Scratch
+) -> Values:
+    """Convert some rows of a weight; whoever does a weight's last tile writes its scales."""
+    weight, kind = state.job.weight, state.job.kind
+    payload = kind.parts[0]
+    codes = scratch.tile("target", payload.dtype, rows.last - rows.first, payload.shape[1])
+    state.prepare()
+    target = [codes]
+    for part, scale in zip(kind.parts[1:], state.scales, strict=True):
+        first, last = rows.of(part)
+        target.append(Tile(scale[first:last], part.dtype))
+    count = (rows.last - rows.first) * weight.shape[1]
+    exact = kind.route.exact
+    if exact is not None and (exact.holds is None or exact.holds(pooled)):
+        over_span = exact.transcode(source, target, pooled)
+        values = Values(exact=count - over_span, over_span=over_span)
+    else:
+        values = _round(state.job, rows, source, target, pooled, scratch)
+        values.rounded = count
+    writer.write(state.starts[0] + rows.first * payload.shape[1] * codes.bits.itemsize, codes.bits)
+    with state.lock:
+        state.remaining -= 1
+        done = state.remaining == 0
+    if done:
+        for start, scale in zip(state.starts[1:], state.scales, strict=True):
+            writer.write(start, scale)
+        state.scales = ()
+    return values
+
+
+def _round(
+    job: Job, rows: Rows, source: Sequence[Tile], target: Sequence[Tile], pooled: float, scratch: Scratch
+) -> Values:
+    weight, route = job.weight, job.kind.route
+    errors = np.zeros(2) if route.scale == "mse" else None
+    reference = route.arithmetic == "reference"
+    how = Encoding(reference, route.scale, pooled, (weight.shape[0], weight.shape[1]), errors)
+    bad = route.target.encode(values_of(source, route, weight.shape[1], scratch), target, how)
+    if bad >= 0:
+        columns = weight.shape[1]
+        raise CheckpointError(nan_or_inf(weight, rows.first + bad // columns, bad % columns))
+    return Values() if errors is None else Values(amax_error=float(errors[0]), error=float(errors[1]))

@@ -1,0 +1,42 @@
+"""Where the activation scales come from that a scheme stores beside its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from requant.errors import CallError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class InputScaleSource:
+    """``constant``: the same ``value`` everywhere; ``path``: a checkpoint with scales, or a JSON of amax by module;
+    ``bound``: what the model's own arithmetic bounds the activations by.
+    """
+
+    kind: Literal["constant", "path", "bound"]
+    value: float = 0.0
+    path: Path | None = None
+
+
+NO_CALIBRATION = InputScaleSource("constant", 1.0)
+"""What is stored where nobody has measured anything."""
+
+
+def parse_input_scale(text: str) -> InputScaleSource:
+    """Parse ``constant:VALUE``, ``bound`` or a path; CallError where it is none of them."""
+    if text == "bound":
+        return InputScaleSource("bound")
+    if isinstance(text, str) and text.startswith("constant:"):
+        try:
+            value = float(text.removeprefix("constant:"))
+        except ValueError:
+            value = math.nan
+        if 1e-30 < value < 1e30:
+            return InputScaleSource("constant", value)
+    elif isinstance(text, str) and Path(text).exists():
+        return InputScaleSource("path", path=Path(text))
+    remedy = "constant:1.0, bound, the folder of a checkpoint with input scales, or a JSON file of amax by module"
+    raise CallError(Problem("bad-option", f"input-scale {text!r} is no positive number, and no path", remedy=remedy))
