@@ -10,27 +10,33 @@ from requant.formats.base import FLOAT_DTYPES, NUMPY_BITS, Encoding, Format, Par
 from requant.formats.dense import Dense
 from requant.formats.exact import ExactRoute, Pool
 from requant.formats.fp8 import Fp8Block, Fp8Channel
+from requant.formats.int8 import Int8Channel
 from requant.formats.mxfp4 import Mxfp4
 from requant.formats.packed_int import PackedInt
 from requant.formats.transcode_mxfp4 import FROM_MXFP4
 
-FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in (Dense(), Fp8Channel(), Fp8Block(), Mxfp4())})
+_FORMATS: tuple[Format, ...] = (
+    Dense(),
+    Fp8Block(),
+    Fp8Channel(),
+    Int8Channel(),
+    Mxfp4(),
+)
+
+FORMATS: Mapping[str, Format] = MappingProxyType({format_.name: format_ for format_ in _FORMATS})
 """Name → format; grouped integers, of which there are many, are made by `format_named`."""
+
+EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
+    {ROUTES}
+)
+"""(source format, target format) → the exact route between them."""
 
 
 @lru_cache(maxsize=256)
 def format_named(name: str) -> Format:
     """Return the format of that name; KeyError where there is none."""
-    format_: Format | None = FORMATS.get(name) or PackedInt.named(name)
-    if format_ is None:
-        raise KeyError(name)
-    return format_
+    return FORMATS.get(name) or PackedInt.named(name) or FORMATS[name]
 
-
-EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
-    {(source, target): route for source, routes in (("mxfp4", FROM_MXFP4),) for target, route in routes.items()}
-)
-"""(source format, target format) → the exact route between them."""
 
 __all__ = [
     "EXACT_ROUTES",

@@ -1,0 +1,34 @@
+"""INT8 codes with one scale per output channel: W = code * scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from requant.formats.base import Encoding, Part, Tile
+
+
+class Int8Channel:
+    """compressed-tensors' ``int-quantized``: codes I8 ``[out, in]``, scales ``[out, 1]``."""
+
+    name = "int8-channel"
+    packing = 1
+    multiple = 1
+    pools_amax = False
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
+        """Return the codes and one scale of ``dtype`` per row."""
+        return Part("I8", shape, 1, "I8"), Part(dtype, (shape[0], 1), 1, dtype)
+
+    def decode(self, parts: Sequence[Tile], out: Tile) -> None:
+        """Multiply every code by its row's scale."""
+        from requant.kernels import ints
+
+        codes, scales = parts
+        ints.decode(codes.bits, scales.bits, scales.dtype, ints.INT8, out.bits, out.dtype)
+
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
+        """Scale every row so that its largest magnitude becomes 127.5, or as ``how.scale`` says."""
+        from requant.kernels import ints
+
+        codes, scales = parts
+        return ints.encode(weight.bits, weight.dtype, how.reference, ints.INT8, codes.bits, scales.bits)
