@@ -9,16 +9,18 @@ from types import MappingProxyType
 from requant.formats.base import FLOAT_DTYPES, NUMPY_BITS, Encoding, Format, Part, ScaleRule, Tile, ceil_div
 from requant.formats.dense import Dense
 from requant.formats.exact import ExactRoute, Pool
-from requant.formats.fp8 import Fp8Block, Fp8Channel
+from requant.formats.fp8 import Fp8Block, Fp8Channel, Fp8Tensor
 from requant.formats.int8 import Int8Channel
 from requant.formats.mxfp4 import Mxfp4
 from requant.formats.packed_int import PackedInt
+from requant.formats.transcode_fp8 import FROM_FP8
 from requant.formats.transcode_mxfp4 import FROM_MXFP4
 
 _FORMATS: tuple[Format, ...] = (
     Dense(),
     Fp8Block(),
     Fp8Channel(),
+    Fp8Tensor(),
     Int8Channel(),
     Mxfp4(),
 )

@@ -1,4 +1,9 @@
-"""FP8 E4M3 codes with one scale per output channel or per 128x128 block: W = code * scale."""
+"""FP8 E4M3 codes with one scale per output channel, per 128x128 block or per tensor: W = code * scale.
+
+Scales are stored in the dtype of the tile that they are written to. ModelOpt's FP8 is the reference arithmetic with
+an F32 scale: ``scale = f32(amax / 448)``, ``code = e4m3(rnd(w / scale))`` with rnd() to the weight's dtype (its scale
+has no dimensions, and so does not promote the quotient). Its FP8 per channel divides in float32.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +31,13 @@ class Fp8Channel:
         _decode(parts, (1, max(1, out.bits.shape[1])), out)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
-        """Scale every row so that its largest magnitude becomes 448."""
+        """Scale every row so that its largest magnitude becomes 448, or by ``how.scale``."""
         from requant.kernels import fp8
 
         codes, scales = parts
-        return fp8.encode_channel(weight.bits, weight.dtype, how.reference, codes.bits, scales.bits)
+        return fp8.encode_channel(
+            weight.bits, weight.dtype, how.reference, codes.bits, scales.bits, scales.dtype, how.scale == "pow2"
+        )
 
 
 class Fp8Block:
@@ -47,15 +54,52 @@ class Fp8Block:
         return _codes(shape), Part(dtype, blocks, BLOCK, dtype)
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
-        """Multiply every code by its block's scale."""
+        """Multiply every code by its block's scale, a float or (DeepSeek) an E8M0 exponent."""
         _decode(parts, (BLOCK, BLOCK), out)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
-        """Scale every block so that its largest magnitude becomes 448."""
+        """Scale every block so that its largest magnitude becomes 448, or by ``how.scale``."""
         from requant.kernels import fp8
 
         codes, scales = parts
-        return fp8.encode_block(weight.bits, weight.dtype, how.reference, codes.bits, scales.bits)
+        return fp8.encode_block(
+            weight.bits, weight.dtype, how.reference, codes.bits, scales.bits, scales.dtype, how.scale == "pow2"
+        )
+
+
+class Fp8Tensor:
+    """Codes ``[out, in]``, one scale ``[1]``."""
+
+    name = "fp8-tensor"
+    packing = 1
+    multiple = 1
+    pools_amax = True
+
+    def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
+        """Return the codes and a single scale of ``dtype``."""
+        return _codes(shape), Part(dtype, (1,), 0, dtype)
+
+    def decode(self, parts: Sequence[Tile], out: Tile) -> None:
+        """Multiply every code by the scale."""
+        codes, scale = parts
+        rows, columns = out.bits.shape
+        _decode((codes, scale._replace(bits=scale.bits.reshape(1, 1))), (max(1, rows), max(1, columns)), out)
+
+    def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
+        """Scale so that ``how.amax`` becomes 448; no tile can search for a better scale ("mse")."""
+        from requant.kernels import fp8
+
+        codes, scale = parts
+        return fp8.encode_tensor(
+            weight.bits,
+            weight.dtype,
+            how.reference,
+            how.amax,
+            codes.bits,
+            scale.bits.reshape(1),
+            scale.dtype,
+            how.scale == "pow2",
+        )
 
 
 def _codes(shape: tuple[int, int]) -> Part:

@@ -1,7 +1,8 @@
-"""FP8 E4M3 with one scale per channel (row) or per 128 x 128 block: ``W = code * scale``."""
+"""FP8 E4M3 with one scale per channel (row), per 128 x 128 block, or per tensor: ``W = code * scale``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ BLOCK = 128
 _MAX = f32(448)
 _SMALLEST_NORMAL = u32(121 << 23)  # 2^-6
 _NAN = u32(0x7FC00000)
+_ONE = u32(127 << 23)
+_CHUNK = 8192  # what fits the innermost cache
 
 
 class _Rounding(NamedTuple):
@@ -84,20 +87,32 @@ def _raise_to(amax_bits: Any, w: Any, dtype: Float) -> None:
 
 
 @kernel
-def _scale_bits(amax_bits: Any, dtype: Float, scale_dtype: Float) -> Any:
-    """Return the bits of ``rnd(amax / 448)``, or of the dtype's eps where that is zero."""
-    bits = narrow(f32(magnitude(amax_bits, dtype) / _MAX), scale_dtype)
-    return bits if bits else narrow(scale_dtype.eps, scale_dtype)
+def _scale_bits(amax: Any, dtype: Float, power_of_two: bool) -> Any:
+    """Return the bits of ``rnd(amax / 448)``, or of the dtype's eps where that is zero.
+
+    ``power_of_two``: of ``2^ceil(log2(amax / 448))`` instead, not below the dtype's smallest normal number (F16: its
+    smallest subnormal), and 1 where amax is zero.
+    """
+    if not power_of_two:
+        bits = narrow(f32(amax / _MAX), dtype)
+        return bits if bits else narrow(dtype.eps, dtype)
+    # 448 is 1.75 * 2^8: rounded up unless the significand is at most 1.75.
+    raised = right(u32(bits_of(amax) + u32(0x1FFFFF)), u32(23))
+    power = left(u32(max(raised, u32(9)) - u32(8)), u32(23))
+    bits = narrow(float_of(power if amax > f32(0) else _ONE), dtype)
+    return bits if bits else u32(1)
 
 
 @kernel
-def _encode_channel(w: Any, dtype: Float, scale_dtype: Float, rounding: _Rounding, codes: Any, scales: Any) -> Any:
+def _encode_channel(
+    w: Any, dtype: Float, rounding: _Rounding, power_of_two: bool, codes: Any, scales: Any, scale_dtype: Float
+) -> Any:
     rows, cols = w.shape
     for r in range(rows):
         largest = amax_bits(w[r], dtype)
         if u32(largest) >= dtype.infinity:
             return r * cols + first_nonfinite(w[r], dtype)
-        scales[r, 0] = _scale_bits(largest, dtype, scale_dtype)
+        scales[r, 0] = _scale_bits(magnitude(largest, dtype), scale_dtype, power_of_two)
         scale = magnitude(scales[r, 0], scale_dtype)
         for c in range(cols):
             codes[r, c] = _code(w[r, c], scale, dtype, rounding)
@@ -105,7 +120,9 @@ def _encode_channel(w: Any, dtype: Float, scale_dtype: Float, rounding: _Roundin
 
 
 @kernel
-def _encode_block(w: Any, dtype: Float, scale_dtype: Float, rounding: _Rounding, codes: Any, scales: Any) -> Any:
+def _encode_block(
+    w: Any, dtype: Float, rounding: _Rounding, power_of_two: bool, codes: Any, scales: Any, scale_dtype: Float
+) -> Any:
     rows, cols = w.shape
     column_amax = np.empty(cols, w.dtype)
     divisors = np.empty(cols, np.float32)
@@ -119,11 +136,34 @@ def _encode_block(w: Any, dtype: Float, scale_dtype: Float, rounding: _Rounding,
             largest = amax_bits(column_amax[start:stop], dtype)
             if u32(largest) >= dtype.infinity:
                 return top * cols + first_nonfinite(w[top:bottom].reshape(-1), dtype)
-            scales[top // BLOCK, b] = _scale_bits(largest, dtype, scale_dtype)
+            scales[top // BLOCK, b] = _scale_bits(magnitude(largest, dtype), scale_dtype, power_of_two)
             divisors[start:stop] = magnitude(scales[top // BLOCK, b], scale_dtype)
         for r in range(top, bottom):
             for c in range(cols):
                 codes[r, c] = _code(w[r, c], divisors[c], dtype, rounding)
+    return -1
+
+
+@kernel
+def _encode_tensor(
+    w: Any,
+    dtype: Float,
+    rounding: _Rounding,
+    power_of_two: bool,
+    codes: Any,
+    scales: Any,
+    scale_dtype: Float,
+    amax: Any,
+) -> Any:
+    """Encode ``w`` [1, values]."""
+    scales[0] = _scale_bits(amax, scale_dtype, power_of_two)
+    scale = magnitude(scales[0], scale_dtype)
+    for start in range(0, w.size, _CHUNK):
+        chunk = w[0, start : start + _CHUNK]
+        if u32(amax_bits(chunk, dtype)) >= dtype.infinity:
+            return start + first_nonfinite(chunk, dtype)
+        for i in range(start, start + chunk.size):
+            codes[0, i] = _code(w[0, i], scale, dtype, rounding)
     return -1
 
 
@@ -164,28 +204,81 @@ def _operand(w: NDArray[Any], dtype: str) -> tuple[NDArray[Any], Float]:
     return w, FLOATS[dtype]
 
 
-def encode_channel(w: NDArray[Any], dtype: str, reference: bool, codes: NDArray[np.uint8], scales: NDArray[Any]) -> int:
+def _run(
+    kernel: Callable[..., Any],
+    w: NDArray[Any],
+    dtype: str,
+    reference: bool,
+    codes: NDArray[np.uint8],
+    scales: NDArray[Any],
+    scale_dtype: str | None,
+    power_of_two: bool,
+    *amax: np.float32,
+) -> int:
+    arithmetic = FLOATS[dtype if reference else "F32"]
+    stored = arithmetic if scale_dtype is None else FLOATS[scale_dtype]
+    bits, operand = _operand(w, dtype)
+    return int(kernel(bits, operand, _rounding(arithmetic), power_of_two, codes, scales, stored, *amax))
+
+
+def encode_channel(
+    w: NDArray[Any],
+    dtype: str,
+    reference: bool,
+    codes: NDArray[np.uint8],
+    scales: NDArray[Any],
+    scale_dtype: str | None = None,
+    power_of_two: bool = False,
+) -> int:
     """Encode a tile with one scale per row.
 
     ``w``: bits of ``dtype`` ("BF16", "F16", "F32") [rows, cols]; written: ``codes`` E4M3 [rows, cols] and
-    ``scales`` [rows, 1]. ``reference``: compressed-tensors' arithmetic, ``scale = rnd(amax / 448)`` and
-    ``code = e4m3(clamp(rnd(w / scale)))`` with rnd() to ``dtype``, which is also the dtype of ``scales``; else
-    the same in float32 throughout, ``scales`` F32. A zero scale becomes the eps of its dtype.
+    ``scales`` [rows, 1], bits of ``scale_dtype``. ``reference``: compressed-tensors' arithmetic,
+    ``scale = rnd(amax / 448)`` and ``code = e4m3(clamp(rnd(w / scale)))`` with rnd() to ``dtype``; else the same in
+    float32 throughout. The scale is rounded to ``scale_dtype``, which is that of the arithmetic unless told
+    otherwise; a zero scale becomes its eps.
+
+    ``power_of_two``: ``scale = 2^ceil(log2(amax / 448))`` instead, not below the dtype's smallest normal number (F16:
+    its smallest subnormal), and 1 where amax is zero. Every quotient is then exact.
 
     Returns the flat index of the first NaN or infinity in ``w`` (the outputs are then meaningless), or -1.
     """
-    arithmetic = FLOATS[dtype if reference else "F32"]
-    return int(_encode_channel(*_operand(w, dtype), arithmetic, _rounding(arithmetic), codes, scales))
+    return _run(_encode_channel, w, dtype, reference, codes, scales, scale_dtype, power_of_two)
 
 
-def encode_block(w: NDArray[Any], dtype: str, reference: bool, codes: NDArray[np.uint8], scales: NDArray[Any]) -> int:
+def encode_block(
+    w: NDArray[Any],
+    dtype: str,
+    reference: bool,
+    codes: NDArray[np.uint8],
+    scales: NDArray[Any],
+    scale_dtype: str | None = None,
+    power_of_two: bool = False,
+) -> int:
     """Encode a tile with one scale per 128 x 128 block; the tile starts at a block's first row.
 
     As `encode_channel`, with ``scales`` [ceil(rows / 128), ceil(cols / 128)]; blocks at the right and lower edge
     may be smaller.
     """
-    arithmetic = FLOATS[dtype if reference else "F32"]
-    return int(_encode_block(*_operand(w, dtype), arithmetic, _rounding(arithmetic), codes, scales))
+    return _run(_encode_block, w, dtype, reference, codes, scales, scale_dtype, power_of_two)
+
+
+def encode_tensor(
+    w: NDArray[Any],
+    dtype: str,
+    reference: bool,
+    amax: float,
+    codes: NDArray[np.uint8],
+    scales: NDArray[Any],
+    scale_dtype: str | None = None,
+    power_of_two: bool = False,
+) -> int:
+    """Encode a tile with the scale of the whole weight, whose largest magnitude is ``amax``.
+
+    As `encode_channel`, with a single scale in ``scales`` [1].
+    """
+    flat, flat_codes = w.reshape(1, -1), codes.reshape(1, -1)
+    return _run(_encode_tensor, flat, dtype, reference, flat_codes, scales, scale_dtype, power_of_two, f32(amax))
 
 
 def decode(
@@ -198,10 +291,20 @@ def decode(
 ) -> None:
     """Write ``codes * scales`` to ``out`` [rows, cols] as bits of ``out_dtype``.
 
-    ``scales``: bits of ``scale_dtype``, one per ``block`` (height, width) of the tile. For BF16 and F16 the product
-    is first rounded to ``scale_dtype``, as compressed-tensors' ``dequantize`` does; for F32 it is not rounded on
-    the way.
+    ``scales``: bits of ``scale_dtype``, one per ``block`` (height, width) of the tile; E8M0 exponents are read as
+    F32, 2^(byte - 127), 255 as NaN. For BF16 and F16 the product is first rounded to ``scale_dtype``, as
+    compressed-tensors' ``dequantize`` does; for F32 it is not rounded on the way.
     """
+    if scale_dtype == "F8_E8M0":
+        scales, scale_dtype = _powers(scales), "F32"
     height, width = block
     through = FLOATS["F32" if out_dtype in ("F32", scale_dtype) else scale_dtype]
     _decode(codes, scales, FLOATS[scale_dtype], height, width, through, out, FLOATS[out_dtype])
+
+
+def _powers(exponents: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the F32 bits of E8M0 exponents; 2^-127 is a subnormal."""
+    bits = exponents.astype(np.uint32) << u32(23)
+    bits[exponents == 0] = u32(1 << 22)
+    bits[exponents == 255] = _NAN
+    return bits
