@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from requant.formats import FORMATS, NUMPY_BITS, Encoding, Tile
+from requant.formats import EXACT_ROUTES, FORMATS, NUMPY_BITS, Encoding, Tile
 
 E4M3 = ml_dtypes.float8_e4m3fn
 VALUES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
@@ -195,6 +195,19 @@ def test_usual_scales_lose_three_decibels_to_deep_gemm():
     assert 2.5 < sqnr(usual) - sqnr(deep_gemm(usual)) < 3.5
     assert sqnr(usual) - sqnr(powers) < 0.1
     assert sqnr(deep_gemm(powers)) == sqnr(powers)
+
+
+def test_exact_blocks_of_mxfp4_come_through_deep_gemm_unchanged():
+    """As long as exponents are at least 111; below, the smallest values are lost."""
+    rng = np.random.default_rng(8)
+    packed = rng.integers(0, 256, (256, 128)).astype(np.uint8)
+    for lowest, unchanged in ((111, True), (90, False)):
+        exponents = rng.integers(lowest, lowest + 12, (256, 8)).astype(np.uint8)
+        codes, scales = np.empty((256, 256), np.uint8), np.empty((2, 2), np.uint32)
+        source, target = (Tile(packed, "F4"), Tile(exponents, "F8_E8M0")), (Tile(codes, "F8_E4M3"), Tile(scales, "F32"))
+        assert EXACT_ROUTES["mxfp4", "fp8-block"].transcode(source, target, 0.0) == 0
+        values = decode("fp8-block", codes, scales.view(np.float32))
+        assert (deep_gemm(values) == values).all() == unchanged
 
 
 # Scales of other dtypes

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from requant.formats.base import Tile
-from requant.formats.exact import ExactRoute
+from requant.formats.exact import ExactRoute, Pool
 
 
 def _to_fp8(block: bool) -> ExactRoute:
@@ -17,11 +17,9 @@ def _to_fp8(block: bool) -> ExactRoute:
         from requant.kernels import mxfp4
 
         kernel = mxfp4.to_fp8_block if block else mxfp4.to_fp8_channel
-        scales = target[1]
-        bf16 = scales.bits if scales.dtype == "BF16" else np.empty(scales.bits.shape, np.uint16)
-        over_span = kernel(source[0].bits, source[1].bits, target[0].bits, bf16)
-        if scales.dtype == "F32":
-            np.left_shift(bf16, 16, out=scales.bits, dtype=np.uint32)  # BF16 is the upper half of an F32
+        scales = np.empty(target[1].bits.shape, np.uint16)
+        over_span = kernel(source[0].bits, source[1].bits, target[0].bits, scales)
+        _store(scales, target[1])
         return over_span
 
     def suspects(scales: Sequence[Tile], _pooled: float) -> NDArray[np.bool_]:
@@ -37,10 +35,55 @@ def _to_fp8(block: bool) -> ExactRoute:
     return ExactRoute(transcode, suspects, over_span)
 
 
+def _store(bf16: NDArray[np.uint16], scales: Tile) -> None:
+    """Write scales that are powers of two as BF16 or F32."""
+    if scales.dtype == "F32":
+        np.left_shift(bf16, 16, out=scales.bits, dtype=np.uint32)  # BF16 is the upper half of an F32
+    else:
+        scales.bits[:] = bf16
+
+
+def _to_fp8_tensor() -> ExactRoute:
+    """One scale: pooled is floor(log2(amax)) of the weight. Rows stand for the region, which no tile sees whole."""
+
+    def top(pooled: float) -> int | None:
+        return int(pooled) if pooled > -np.inf else None
+
+    def bound(scales: Sequence[Tile]) -> float:
+        return float(scales[0].bits.max(initial=0)) - 127 + 2
+
+    def of(source: Sequence[Tile]) -> float:
+        from requant.kernels import mxfp4
+
+        log2 = mxfp4.log2_amax(source[0].bits, source[1].bits)
+        return -np.inf if log2 is None else float(log2)
+
+    def transcode(source: Sequence[Tile], target: Sequence[Tile], pooled: float) -> int:
+        from requant.kernels import mxfp4
+
+        scale = np.empty(1, np.uint16)
+        rounded = mxfp4.to_fp8_tensor(source[0].bits, source[1].bits, top(pooled), target[0].bits, scale)
+        _store(scale, target[1])
+        return rounded
+
+    def suspects(scales: Sequence[Tile], pooled: float) -> NDArray[np.bool_]:
+        from requant.kernels import mxfp4
+
+        return mxfp4.suspects_tensor(scales[0].bits, top(pooled))
+
+    def over_span(source: Sequence[Tile], pooled: float) -> int:
+        from requant.kernels import mxfp4
+
+        return mxfp4.over_span_tensor(source[0].bits, source[1].bits, top(pooled))
+
+    return ExactRoute(transcode, suspects, over_span, Pool(bound, of))
+
+
 FROM_MXFP4: Mapping[str, ExactRoute] = MappingProxyType(
     {
         "fp8-block": _to_fp8(block=True),
         "fp8-channel": _to_fp8(block=False),
+        "fp8-tensor": _to_fp8_tensor(),
     }
 )
 """Target format → the exact route to it."""

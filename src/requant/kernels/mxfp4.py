@@ -30,9 +30,12 @@ _TARGETS = _PAIRS * 2.0 ** (9 - np.arange(_LAST_NORMAL_DEPTH + 1, _LAST_DEPTH + 
 _ROUNDED = _TARGETS.astype(ml_dtypes.float8_e4m3fn)
 _DEEP_CODES = _ROUNDED.view(np.uint16)[:, :, 0]
 _DEEP_INEXACT = np.any(_ROUNDED.astype(np.float64) != _TARGETS, axis=-1)
-# Groups whose exponents are at most this far apart cannot lose anything.
+# Groups whose exponents are at most this far apart cannot lose anything; nor can a group down to this depth, where
+# 0.5 becomes E4M3's smallest number.
 _SAFE_RANGE = 14
+_SAFE_DEPTH = 17
 _ALL_ZERO = -1000
+_UNKNOWN = 1000
 
 # Added to a float32's bits, raises the exponent from 1.75 * 2^e on.
 _QUARTER = u32(0x200000)
@@ -208,11 +211,10 @@ def _range(low: Any, high: Any) -> Any:
 
 
 @kernel
-def _scale_exponent(words: Any, exponents: Any, largest: Any) -> Any:
-    """Return the exponent of a region's FP8 scale: ``words`` uint64 [rows, groups, 2], ``exponents`` [rows, groups].
+def _top(words: Any, exponents: Any, largest: Any) -> Any:
+    """Return floor(log2(amax)) of a region, or _ALL_ZERO.
 
-    It puts amax into E4M3's top binade, 2^8, and is at least that of BF16's smallest normal; 0 if all is zero.
-    ``largest`` is the largest exponent byte.
+    ``words`` uint64 [rows, groups, 2], ``exponents`` [rows, groups], of which ``largest`` is the largest.
     """
     top = _ALL_ZERO
     for r in range(exponents.shape[0]):
@@ -224,6 +226,15 @@ def _scale_exponent(words: Any, exponents: Any, largest: Any) -> Any:
                     top = max(top, k + log2)
         if top == largest - 127 + 2:
             break
+    return top
+
+
+@kernel
+def _scale_exponent(top: Any) -> Any:
+    """Return the exponent of the FP8 scale of a region with this floor(log2(amax)).
+
+    It puts amax into E4M3's top binade, 2^8, and is at least that of BF16's smallest normal; 0 if all is zero.
+    """
     return 0 if top == _ALL_ZERO else max(top - 8, -126)
 
 
@@ -258,8 +269,13 @@ def _rescale_row(e2m1: Any, halves: Any, codes: Any) -> None:
 
 
 @kernel
-def _to_fp8(packed: Any, words: Any, exponents: Any, height: int, width: int, codes: Any, scales: Any) -> Any:
-    """Encode, or with empty ``scales`` only count; returns the number of values in inexact regions."""
+def _to_fp8(
+    packed: Any, words: Any, exponents: Any, known_top: int, height: int, width: int, codes: Any, scales: Any
+) -> Any:
+    """Encode, or with empty ``scales`` only count; returns the number of values in inexact regions.
+
+    ``known_top`` is what `_top` would return for every region, unless it is _UNKNOWN.
+    """
     rows, groups = exponents.shape
     low = np.empty(groups, np.uint8)
     high = np.empty(groups, np.uint8)
@@ -274,10 +290,11 @@ def _to_fp8(packed: Any, words: Any, exponents: Any, height: int, width: int, co
             last = min(first + width, groups)
             least, largest = _range(low[first:last], high[first:last])
             region = exponents[top:bottom, first:last]
-            scale_exponent = _scale_exponent(words[top:bottom, first:last], region, largest)
+            log2 = _top(words[top:bottom, first:last], region, largest) if known_top == _UNKNOWN else known_top
+            scale_exponent = _scale_exponent(log2)
             scale_exponents[first:last] = scale_exponent
             bytes_ = packed[top:bottom, first * _BYTES : last * _BYTES]
-            if largest - least > _SAFE_RANGE and _inexact(bytes_, region, scale_exponent):
+            if _depth(least, scale_exponent) > _SAFE_DEPTH and _inexact(bytes_, region, scale_exponent):
                 over_span += (bottom - top) * (last - first) * GROUP
             if scales.size:
                 scales[top // height, first // width] = (scale_exponent + 127) << 7
@@ -305,11 +322,12 @@ def _run(
     block: bool,
     codes: NDArray[np.uint8],
     scales: NDArray[np.uint16],
+    top: int = _UNKNOWN,
 ) -> int:
     rows, groups = exponents.shape
     height, width = (BLOCK, BLOCK // GROUP) if block else (1, groups)
     words = packed.view(np.uint64).reshape(rows, groups, 2)
-    return int(_to_fp8(packed, words, exponents, height, width, codes, scales))
+    return int(_to_fp8(packed, words, exponents, top, height, width, codes, scales))
 
 
 _NO_CODES = np.empty((0, 0), np.uint8)
@@ -343,9 +361,49 @@ def to_fp8_channel(
     return _run(packed, exponents, False, codes, scales)
 
 
+def to_fp8_tensor(
+    packed: NDArray[np.uint8],
+    exponents: NDArray[np.uint8],
+    top: int | None,
+    codes: NDArray[np.uint8],
+    scale: NDArray[np.uint16],
+) -> int:
+    """As `to_fp8_block`, with the one scale [1] of a whole weight, of which this is a tile.
+
+    ``top`` is floor(log2(amax)) of the weight, None if it is all zeros. A tile does not see all that shares the scale:
+    the values counted are those of the rows that hold one that E4M3 cannot.
+    """
+    scales = np.empty((exponents.shape[0], 1), np.uint16)
+    scale[0] = (_scale_exponent(_known(top)) + 127) << 7
+    return _run(packed, exponents, False, codes, scales, _known(top))
+
+
+def _known(top: int | None) -> int:
+    return _ALL_ZERO if top is None else top
+
+
 def over_span(packed: NDArray[np.uint8], exponents: NDArray[np.uint8], block: bool) -> int:
     """Return what `to_fp8_block` (or, not ``block``, `to_fp8_channel`) would return, and write nothing."""
     return _run(packed, exponents, block, _NO_CODES, _NO_SCALES)
+
+
+def over_span_tensor(packed: NDArray[np.uint8], exponents: NDArray[np.uint8], top: int | None) -> int:
+    """Return what `to_fp8_tensor` would return, and write nothing."""
+    return _run(packed, exponents, False, _NO_CODES, _NO_SCALES, _known(top))
+
+
+@kernel
+def _log2_top(words: Any, exponents: Any, low: Any, high: Any) -> Any:
+    _band_range(exponents, low, high)
+    return _top(words, exponents, _range(low, high)[1])
+
+
+def log2_amax(packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> int | None:
+    """Return floor(log2(largest magnitude)) of a tile, or None if all of it is zero."""
+    rows, groups = exponents.shape
+    low, high = np.empty((2, groups), np.uint8)
+    top = int(_log2_top(packed.view(np.uint64).reshape(rows, groups, 2), exponents, low, high))
+    return None if top == _ALL_ZERO else top
 
 
 @kernel
@@ -372,3 +430,10 @@ def suspects(exponents: NDArray[np.uint8], block: bool) -> NDArray[np.bool_]:
     out = np.empty((-(-rows // height), -(-groups // width)), np.bool_)
     _suspects(exponents, height, width, out)
     return out
+
+
+def suspects_tensor(exponents: NDArray[np.uint8], top: int | None) -> NDArray[np.bool_]:
+    """Tell which rows of a tile [rows, 1] may hold a value that `to_fp8_tensor` rounds, judged by their exponents."""
+    deepest = _scale_exponent(_known(top)) + 9 - _SAFE_DEPTH + 127
+    lowest: NDArray[np.bool_] = exponents.min(axis=1, keepdims=True, initial=255) < deepest
+    return lowest
