@@ -12,9 +12,11 @@ from requant.formats.exact import ExactRoute, Pool
 from requant.formats.fp8 import Fp8Block, Fp8Channel, Fp8Tensor
 from requant.formats.int8 import Int8Channel
 from requant.formats.mxfp4 import Mxfp4
+from requant.formats.mxfp8 import Mxfp8
 from requant.formats.packed_int import PackedInt
 from requant.formats.transcode_fp8 import FROM_FP8
 from requant.formats.transcode_mxfp4 import FROM_MXFP4
+from requant.formats.transcode_mxfp8 import FROM_MXFP8
 
 _FORMATS: tuple[Format, ...] = (
     Dense(),
@@ -23,6 +25,7 @@ _FORMATS: tuple[Format, ...] = (
     Fp8Tensor(),
     Int8Channel(),
     Mxfp4(),
+    Mxfp8(),
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({format_.name: format_ for format_ in _FORMATS})

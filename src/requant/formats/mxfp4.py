@@ -23,15 +23,16 @@ class Mxfp4:
         return Part("U8", (rows, columns // 2), 1, "F4"), Part("U8", (rows, columns // GROUP), 1, "F8_E8M0")
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
-        """Expand to ``out.dtype``; exact in BF16 for exponent bytes up to 252, always in F32."""
+        """Expand to ``out.dtype``; exact in BF16 and F32 for exponent bytes up to 252."""
         from requant.kernels import mxfp4
 
         packed, exponents = parts
         mxfp4.decode(packed.bits, exponents.bits, out.bits, out.dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
-        """Take the exponent from each group's largest magnitude and round to nearest even."""
+        """Take the exponent from each group's largest magnitude, or search around it (mse); round to nearest even."""
         from requant.kernels import mxfp4
 
         packed, exponents = parts
-        return mxfp4.encode(weight.bits, weight.dtype, packed.bits, exponents.bits)
+        search = how.scale == "mse"
+        return mxfp4.encode(weight.bits, weight.dtype, packed.bits, exponents.bits, search, how.errors)

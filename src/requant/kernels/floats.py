@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +14,11 @@ from .jit import bits_of, float_of, kernel, left, right
 
 u32 = np.uint32
 f32 = np.float32
+
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+)
+"""The numpy dtype of each."""
 
 
 class Float(NamedTuple):

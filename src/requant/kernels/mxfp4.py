@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .floats import FLOATS, Float, amax_bits, f32, magnitude, narrow_row, u32
-from .jit import bits_of, float_of, kernel, left, right
+from . import mx
+from .floats import DTYPES, f32, u32
+from .jit import kernel, left
+from .mx import GROUP
 
-GROUP = 32
 BLOCK = 128
 _BYTES = GROUP // 2
 _WORDS = GROUP // 8
@@ -37,33 +39,6 @@ _SAFE_DEPTH = 17
 _ALL_ZERO = -1000
 _UNKNOWN = 1000
 
-# Added to a float32's bits, raises the exponent from 1.75 * 2^e on.
-_QUARTER = u32(0x200000)
-
-
-@kernel
-def _power(exponent: Any) -> Any:
-    """Return 2^(byte - 127) as float32; byte 0 is a subnormal."""
-    return float_of(left(u32(exponent), u32(23)) if exponent else u32(0x00400000))
-
-
-@kernel
-def _value(code: Any) -> Any:
-    """Return the float32 value of an E2M1 code (4 bits)."""
-    a = u32(code) & u32(7)
-    # 0 and 0.5 are read one binade up as 1 + m / 2.
-    normal = a >= u32(2)
-    base = u32(126 << 23) if normal else u32(127 << 23)
-    surplus = f32(0) if normal else f32(1)
-    value = bits_of(float_of(left(a, u32(22)) + base) - surplus)
-    return float_of(value | left(u32(code) & u32(8), u32(28)))
-
-
-@kernel
-def _scaled_values(codes: Any, factors: Any, values: Any) -> None:
-    for c in range(codes.size):
-        values[c] = _value(codes[c]) * factors[c]
-
 
 @kernel
 def _unpack(packed: Any, pairs: Any) -> None:
@@ -73,103 +48,52 @@ def _unpack(packed: Any, pairs: Any) -> None:
         pairs[i] = (pair | left(pair, u32(4))) & u32(0x0F0F)
 
 
-@kernel
-def _pack(pairs: Any, packed: Any) -> None:
-    for i in range(packed.size):
-        pair = u32(pairs[i])
-        packed[i] = pair | right(pair, u32(4))
+@cache
+def _decoded(dtype: str) -> NDArray[Any]:
+    """Return [exponent, byte] the two values of a byte of codes, as a word of their bits in ``dtype``."""
+    scales = 2.0 ** (np.arange(256) - 127.0)
+    scales[255] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = np.multiply.outer(scales, _PAIRS).astype(np.float32)  # exact, or Inf
+        words: NDArray[Any] = values.astype(DTYPES[dtype]).view(np.uint64 if dtype == "F32" else np.uint32)
+    return words[..., 0]
 
 
 @kernel
-def _decode(packed: Any, exponents: Any, out: Any, out_dtype: Float) -> None:
-    rows, cols = out.shape
-    codes = np.empty(cols, np.uint8)
-    factors = np.empty(cols, np.float32)
-    values = np.empty(cols, np.float32)
-    for r in range(rows):
-        _unpack(packed[r], codes.view(np.uint16))
-        for g in range(exponents.shape[1]):
-            factors[g * GROUP : g * GROUP + GROUP] = _power(exponents[r, g])
-        _scaled_values(codes, factors, values)
-        narrow_row(values, out_dtype, out[r])
+def _decode(packed: Any, exponents: Any, decoded: Any, out: Any) -> None:
+    for g in range(exponents.size):
+        row = decoded[exponents[g]]
+        for i in range(g * _BYTES, g * _BYTES + _BYTES):
+            out[i] = row[packed[i]]
 
 
 def decode(packed: NDArray[np.uint8], exponents: NDArray[np.uint8], out: NDArray[Any], out_dtype: str) -> None:
     """Write ``e2m1 * 2^(byte - 127)`` to ``out`` [rows, cols] as bits of ``out_dtype``.
 
-    ``packed`` [rows, cols / 2], even column in the low nibble; ``exponents`` E8M0 [rows, cols / 32]. Exact for
-    F32 and, up to byte 252, for BF16; F16 rounds to nearest even.
+    ``packed`` [rows, cols / 2], even column in the low nibble; ``exponents`` E8M0 [rows, cols / 32]. Exact in
+    float32 and BF16 up to byte 252; F16 rounds to nearest even.
     """
-    _decode(packed, exponents, out, FLOATS[out_dtype])
+    decoded = _decoded(out_dtype)
+    _decode(packed.reshape(-1), exponents.reshape(-1), decoded, out.reshape(-1).view(decoded.dtype))
 
 
-@kernel
-def _code(bits: Any, factor: Any, vanishing: Any, dtype: Float) -> Any:
-    """Return the E2M1 code of ``rnd(value * factor)``; ties go to even codes.
-
-    Scaling by a power of two is exact but for results near zero: ``vanishing`` is the largest magnitude that rnd()
-    makes zero. A zero has no sign, a negative value that the code cannot hold keeps its own.
-    """
-    scaled = magnitude(bits, dtype) * factor
-    a = min(scaled, f32(6))
-    # Adding 2^(e+22) to a value of exponent e leaves its multiple of 2^(e-1) in the low bits: see fp8.
-    exponent = max(u32(bits_of(a) & u32(0x7F800000)), u32(127 << 23))
-    aligned = bits_of(a + float_of(exponent + u32(22 << 23)))
-    code = u32(aligned + right(exponent - u32(127 << 23), u32(22))) & u32(7)
-    sign = right(u32(bits), dtype.sign_shift) & u32(0x80)
-    return np.uint8(code | (right(sign, u32(4)) if scaled > vanishing else u32(0)))
-
-
-@kernel
-def _codes(w: Any, factor: Any, vanishing: Any, dtype: Float, codes: Any) -> None:
-    for c in range(w.size):
-        codes[c] = _code(w[c], factor, vanishing, dtype)
-
-
-@kernel
-def _encode(w: Any, dtype: Float, vanishing: Any, unscaled: Any, packed: Any, exponents: Any) -> Any:
-    rows, cols = w.shape
-    codes = np.empty(cols, np.uint8)
-    for r in range(rows):
-        for g in range(exponents.shape[1]):
-            group = slice(g * GROUP, g * GROUP + GROUP)
-            rounded = u32(amax_bits(w[r, group], dtype) + right(_QUARTER, dtype.shift))
-            if rounded >= dtype.infinity:
-                return r * cols + g * GROUP + _first_above(w[r, group], dtype)
-            power = u32(rounded & dtype.infinity)
-            exponent = unscaled
-            if power > u32(0):
-                exponent = u32(max(right(bits_of(magnitude(power, dtype)), u32(23)), u32(2)) - u32(2))
-            exponents[r, g] = exponent
-            _codes(w[r, group], _power(u32(254) - exponent), vanishing, dtype, codes[group])
-        _pack(codes.view(np.uint16), packed[r])
-    return -1
-
-
-@kernel
-def _first_above(w: Any, dtype: Float) -> Any:
-    for c in range(w.size):
-        if (u32(w[c]) & dtype.magnitude) + right(_QUARTER, dtype.shift) >= dtype.infinity:
-            return c
-    return -1
-
-
-# The largest magnitude that rounds to zero: half the smallest subnormal.
+# The largest magnitude that rounds to zero: half the smallest subnormal. A zero has no sign.
 _VANISHING = {"BF16": f32(2.0**-134), "F16": f32(2.0**-25), "F32": f32(0)}
-# The exponent of a group of zeros: 2^-127, which F16 cannot hold; compressed-tensors replaces that zero by 1.
-_UNSCALED = {"BF16": u32(0), "F16": u32(127), "F32": u32(0)}
 
 
-def encode(w: NDArray[Any], dtype: str, packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> int:
-    """Encode a tile of bits of ``dtype`` [rows, cols], cols % 32 = 0, with compressed-tensors' arithmetic.
+def encode(
+    w: NDArray[Any],
+    dtype: str,
+    packed: NDArray[np.uint8],
+    exponents: NDArray[np.uint8],
+    search: bool = False,
+    errors: NDArray[np.float64] | None = None,
+) -> int:
+    """Encode a tile; see `mx.encode`. A negative value that its code cannot hold keeps its sign, -0.0 does not.
 
-    ``exponent = floor(log2(amax))``, one more from 1.75 on, less 2; elements ``rnd(w / scale)`` to the nearest code.
-    Written: ``packed`` [rows, cols / 2] and ``exponents`` [rows, cols / 32].
-
-    Returns the flat index of the first value that is NaN, infinite or too large for the rule (from 1.75 times the
-    dtype's highest power of two on; the outputs are then meaningless), or -1.
+    Written: ``packed`` [rows, cols / 2], even column in the low nibble, and ``exponents`` [rows, cols / 32].
     """
-    return int(_encode(w, FLOATS[dtype], _VANISHING[dtype], _UNSCALED[dtype], packed, exponents))
+    return mx.encode(w, dtype, mx.E2M1, _VANISHING[dtype], search, packed, exponents, errors)
 
 
 @kernel

@@ -1,0 +1,91 @@
+"""MXFP8: groups of 32 FP8 E4M3 values along a row that share a power-of-two (E8M0) scale."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from . import mx
+from .floats import DTYPES, f32
+from .jit import kernel
+from .mx import GROUP
+
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+@cache
+def _decoded(dtype: str) -> NDArray[Any]:
+    """Return [exponent, code] the bits of a value in ``dtype``."""
+    scales = 2.0 ** (np.arange(256) - 127.0)
+    scales[255] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = np.multiply.outer(scales, _E4M3).astype(np.float32)  # exact, or Inf
+        bits: NDArray[Any] = values.astype(DTYPES[dtype]).view(np.uint32 if dtype == "F32" else np.uint16)
+    return bits
+
+
+@kernel
+def _decode(codes: Any, exponents: Any, decoded: Any, out: Any) -> None:
+    for g in range(exponents.size):
+        row = decoded[exponents[g]]
+        for i in range(g * GROUP, g * GROUP + GROUP):
+            out[i] = row[codes[i]]
+
+
+def decode(codes: NDArray[np.uint8], exponents: NDArray[np.uint8], out: NDArray[Any], out_dtype: str) -> None:
+    """Write ``e4m3 * 2^(byte - 127)`` to ``out`` [rows, cols] as bits of ``out_dtype``.
+
+    ``codes`` [rows, cols], ``exponents`` E8M0 [rows, cols / 32]. Exact in float32 up to byte 246, in BF16 from 3 on;
+    otherwise rounded to nearest even.
+    """
+    _decode(codes.reshape(-1), exponents.reshape(-1), _decoded(out_dtype), out.reshape(-1))
+
+
+def encode(
+    w: NDArray[Any],
+    dtype: str,
+    codes: NDArray[np.uint8],
+    exponents: NDArray[np.uint8],
+    search: bool = False,
+    errors: NDArray[np.float64] | None = None,
+) -> int:
+    """Encode a tile; see `mx.encode`. Zeros and values that become zero keep their sign.
+
+    Written: ``codes`` E4M3 [rows, cols] and ``exponents`` [rows, cols / 32].
+    """
+    return mx.encode(w, dtype, mx.E4M3, f32(-1), search, codes, exponents, errors)
+
+
+# MXFP4 to MXFP8: [j, byte] the E4M3 codes of e2m1 * 2^j, two a word; all are exact.
+_PAIRS = np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 4], np.uint8) & np.uint8(15)
+_RAISED = (
+    (_PAIRS.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * np.float32(2) ** np.arange(7)[:, None, None])
+    .astype(ml_dtypes.float8_e4m3fn)
+    .view(np.uint16)[..., 0]
+)
+
+
+@kernel
+def _from_mxfp4(packed: Any, exponents: Any, pairs: Any, lowered: Any) -> None:
+    for g in range(exponents.size):
+        by = min(exponents[g], np.uint8(6))
+        lowered[g] = exponents[g] - by
+        row = _RAISED[by]
+        for i in range(g * GROUP // 2, g * GROUP // 2 + GROUP // 2):
+            pairs[i] = row[packed[i]]
+
+
+def from_mxfp4(
+    packed: NDArray[np.uint8], exponents: NDArray[np.uint8], codes: NDArray[np.uint8], lowered: NDArray[np.uint8]
+) -> None:
+    """Rewrite MXFP4 ``packed`` [rows, cols / 2], ``exponents`` [rows, cols / 32] as MXFP8, without loss.
+
+    Exponents go down by 6, or to 0 if that is less, codes up by as much: E4M3 holds 0.5 * 2^0 to 6 * 2^6.
+    Written: ``codes`` [rows, cols] and ``lowered``, the new exponents [rows, cols / 32].
+    """
+    pairs = codes.reshape(-1).view(np.uint16)
+    _from_mxfp4(packed.reshape(-1), exponents.reshape(-1), pairs, lowered.reshape(-1))
