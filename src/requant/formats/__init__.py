@@ -14,6 +14,7 @@ from requant.formats.int8 import Int8Channel
 from requant.formats.mxfp4 import Mxfp4
 from requant.formats.mxfp8 import Mxfp8
 from requant.formats.packed_int import PackedInt
+from requant.formats.transcode_dense import TO_DENSE
 from requant.formats.transcode_fp8 import FROM_FP8
 from requant.formats.transcode_mxfp4 import FROM_MXFP4
 from requant.formats.transcode_mxfp8 import FROM_MXFP8
@@ -31,10 +32,8 @@ _FORMATS: tuple[Format, ...] = (
 FORMATS: Mapping[str, Format] = MappingProxyType({format_.name: format_ for format_ in _FORMATS})
 """Name → format; grouped integers, of which there are many, are made by `format_named`."""
 
-EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
-    {ROUTES}
-)
-"""(source format, target format) → the exact route between them."""
+EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType({**FROM_FP8, **FROM_MXFP4, **FROM_MXFP8})
+"""(source format, target format) → the exact route between them; those to unquantized weights are in `TO_DENSE`."""
 
 
 @lru_cache(maxsize=256)
@@ -48,6 +47,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "FORMATS",
     "NUMPY_BITS",
+    "TO_DENSE",
     "Encoding",
     "ExactRoute",
     "Format",

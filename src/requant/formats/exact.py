@@ -45,3 +45,20 @@ class ExactRoute:
     over_span: Callable[[Sequence[Tile], float], int]
     pool: Pool | None = None
     holds: Callable[[float], bool] | None = None
+
+
+def lossless(
+    transcode: Callable[[Sequence[Tile], Sequence[Tile], float], int],
+    pool: Pool | None = None,
+    holds: Callable[[float], bool] | None = None,
+) -> ExactRoute:
+    """Return a route that loses nothing of a weight that qualifies."""
+    return ExactRoute(transcode, _no_suspects, _nothing, pool, holds)
+
+
+def _no_suspects(_scales: Sequence[Tile], _pooled: float) -> NDArray[np.bool_]:
+    return np.zeros((1, 1), np.bool_)
+
+
+def _nothing(_source: Sequence[Tile], _pooled: float) -> int:
+    return 0

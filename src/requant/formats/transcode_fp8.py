@@ -1,4 +1,4 @@
-"""Exact transcodes from FP8: a tensor's scale becomes that of every channel or block, the codes stay."""
+"""Exact transcodes from FP8: the codes stay, a scale is given to everything that lies under it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from requant.formats.base import Tile
-from requant.formats.exact import ExactRoute
+from requant.formats.exact import ExactRoute, lossless
+from requant.formats.fp8 import BLOCK
+from requant.formats.mxfp8 import GROUP
+from requant.formats.powers import exponents_of, pool_of_powers
+
+_E8M0_RANGE = 127
 
 
 def _broadcast(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> int:
@@ -19,15 +23,28 @@ def _broadcast(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -
     return 0
 
 
-def _no_suspects(_scales: Sequence[Tile], _pooled: float) -> NDArray[np.bool_]:
-    return np.zeros((1, 1), np.bool_)
+def _to_mxfp8(block: bool) -> ExactRoute:
+    """Powers of two in E8M0's range become the exponents of their groups; a weight with another does not qualify."""
+
+    def transcode(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> int:
+        codes, exponents = target
+        np.copyto(codes.bits, source[0].bits)
+        regions = (exponents_of(source[1]) + 127).astype(np.uint8)
+        if block:
+            rows, groups = exponents.bits.shape
+            regions = regions.repeat(BLOCK // GROUP, axis=1)[:, :groups].repeat(BLOCK, axis=0)[:rows]
+        np.copyto(exponents.bits, regions)
+        return 0
+
+    return lossless(transcode, pool_of_powers(_E8M0_RANGE), lambda pooled: pooled <= 0)
 
 
-def _no_over_span(_source: Sequence[Tile], _pooled: float) -> int:
-    return 0
-
-
-_BROADCAST = ExactRoute(_broadcast, _no_suspects, _no_over_span)
-
-FROM_FP8_TENSOR: Mapping[str, ExactRoute] = MappingProxyType({"fp8-channel": _BROADCAST, "fp8-block": _BROADCAST})
-"""Target format → the exact route to it; the target's scales must have the dtype of the source's."""
+FROM_FP8: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
+    {
+        ("fp8-tensor", "fp8-channel"): lossless(_broadcast),
+        ("fp8-tensor", "fp8-block"): lossless(_broadcast),
+        ("fp8-block", "mxfp8"): _to_mxfp8(block=True),
+        ("fp8-channel", "mxfp8"): _to_mxfp8(block=False),
+    }
+)
+"""(FP8 format, target format) → the exact route. A broadcast's scales must have the dtype of the source's."""

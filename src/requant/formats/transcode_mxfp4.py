@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from requant.formats.base import Tile
-from requant.formats.exact import ExactRoute, Pool
+from requant.formats.exact import ExactRoute, Pool, lossless
 
 
 def _to_fp8(block: bool) -> ExactRoute:
@@ -79,11 +79,19 @@ def _to_fp8_tensor() -> ExactRoute:
     return ExactRoute(transcode, suspects, over_span, Pool(bound, of))
 
 
-FROM_MXFP4: Mapping[str, ExactRoute] = MappingProxyType(
+def _to_mxfp8(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> int:
+    from requant.kernels import mxfp8
+
+    mxfp8.from_mxfp4(source[0].bits, source[1].bits, target[0].bits, target[1].bits)
+    return 0
+
+
+FROM_MXFP4: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
     {
-        "fp8-block": _to_fp8(block=True),
-        "fp8-channel": _to_fp8(block=False),
-        "fp8-tensor": _to_fp8_tensor(),
+        ("mxfp4", "fp8-block"): _to_fp8(block=True),
+        ("mxfp4", "fp8-channel"): _to_fp8(block=False),
+        ("mxfp4", "fp8-tensor"): _to_fp8_tensor(),
+        ("mxfp4", "mxfp8"): lossless(_to_mxfp8),
     }
 )
-"""Target format → the exact route to it."""
+"""(MXFP4, target format) → the exact route to it."""

@@ -14,6 +14,9 @@ from .floats import DTYPES, f32
 from .jit import kernel
 from .mx import GROUP
 
+BLOCK = 128
+_MAGNITUDES = np.uint64(0x7F7F7F7F7F7F7F7F)
+
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
@@ -89,3 +92,29 @@ def from_mxfp4(
     """
     pairs = codes.reshape(-1).view(np.uint16)
     _from_mxfp4(packed.reshape(-1), exponents.reshape(-1), pairs, lowered.reshape(-1))
+
+
+@kernel
+def _block_exponents(words: Any, exponents: Any, least: Any, largest: Any) -> None:
+    for r in range(exponents.shape[0]):
+        for g in range(exponents.shape[1]):
+            group = words[r, g]
+            if (group[0] | group[1] | group[2] | group[3]) & _MAGNITUDES:
+                low, high, b = least[r // BLOCK], largest[r // BLOCK], g // (BLOCK // GROUP)
+                low[b] = min(low[b], exponents[r, g])
+                high[b] = max(high[b], exponents[r, g])
+
+
+def block_exponents(
+    codes: NDArray[np.uint8], exponents: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return the least and the largest exponent in each 128 x 128 block, without those of groups of zeros.
+
+    ``codes`` [rows, cols], ``exponents`` [rows, cols / 32]; both results [ceil(rows / 128), ceil(cols / 128)]. Where
+    all is zero they are 255 and 0.
+    """
+    rows, groups = exponents.shape
+    shape = -(-rows // BLOCK), -(-groups * GROUP // BLOCK)
+    least, largest = np.full(shape, 255, np.uint8), np.zeros(shape, np.uint8)
+    _block_exponents(codes.view(np.uint64).reshape(rows, groups, GROUP // 8), exponents, least, largest)
+    return least, largest
