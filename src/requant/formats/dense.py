@@ -34,11 +34,22 @@ class Dense:
         _convert(parts[0], out)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
-        """Convert to the part's dtype; there is no scale, so the two arithmetics are one."""
+        """Convert to the part's dtype; there is no scale to find, and the two arithmetics are one.
+
+        A value that F16 or BF16 rounds to infinity is too large.
+        """
+        from requant.kernels import compare
+
         _convert(weight, parts[0])
-        return -1
+        return compare.first_nonfinite(parts[0].bits, parts[0].dtype)
 
 
 def _convert(source: Tile, out: Tile) -> None:
+    if source.dtype != out.dtype and "F16" in (source.dtype, out.dtype):  # where numpy is slow
+        from requant.kernels import dense
+
+        dense.convert(source.bits, source.dtype, out.bits, out.dtype)
+        return
     values = source.bits.view(VALUE_DTYPES[source.dtype])
-    np.copyto(out.bits.view(VALUE_DTYPES[out.dtype]), values, casting="unsafe")
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(out.bits.view(VALUE_DTYPES[out.dtype]), values, casting="unsafe")
