@@ -13,6 +13,7 @@ from requant.formats.fp8 import Fp8Block, Fp8Channel, Fp8Tensor
 from requant.formats.int8 import Int8Channel
 from requant.formats.mxfp4 import Mxfp4
 from requant.formats.mxfp8 import Mxfp8
+from requant.formats.nvfp4 import Nvfp4
 from requant.formats.packed_int import PackedInt
 from requant.formats.transcode_dense import TO_DENSE
 from requant.formats.transcode_fp8 import FROM_FP8
@@ -27,6 +28,8 @@ _FORMATS: tuple[Format, ...] = (
     Int8Channel(),
     Mxfp4(),
     Mxfp8(),
+    Nvfp4(divides=True),
+    Nvfp4(divides=False),
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({format_.name: format_ for format_ in _FORMATS})

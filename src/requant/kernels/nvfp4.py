@@ -1,0 +1,313 @@
+"""NVFP4: FP4 E2M1 codes, one E4M3 scale per 16 columns, one float scale per weight (or fused group of weights).
+
+compressed-tensors stores that float as a divisor G: ``W = e2m1 * (s / G)``; ModelOpt as a multiplier, scale_2:
+``W = e2m1 * (s * scale_2)``. Groups never straddle rows, so a tile is handled as one flat run of groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from .floats import FLOATS, Float, f32, first_nonfinite, magnitude, narrow_row, u32, widen
+from .jit import bits_of, float_of, kernel, left, right
+
+GROUP = 16
+_PAIRS = GROUP // 2
+# Groups handled at a time: what is computed between passes over them stays in the L1 cache.
+_CHUNK = 128
+u64 = np.uint64
+
+_BF16, _F16 = FLOATS["BF16"].kind, FLOATS["F16"].kind
+_E2M1_MAX, _E4M3_MAX = f32(6), f32(448)
+_ONE = u32(127 << 23)
+_E4M3_NORMAL = u32(121 << 23)  # 2^-6
+_SCALES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_LARGEST_SCALE = 0x7E
+# What compressed-tensors puts in the place of a scale that rounds to zero.
+_SCALE_OF_ZEROS = f32(0.125)
+# The largest G whose reciprocal every engine can represent; for weights so small that 2688 / amax overflows.
+_LARGEST_DIVISOR = f32(2.0**126)
+
+# An error counts as smaller if it is so beyond the rounding of its float32 sum, about 2^-20.
+_SMALLER = f32(1 - 2.0**-18)
+
+
+class _Global(NamedTuple):
+    """The float scale of a weight: a divisor, or a multiplier."""
+
+    value: np.float32
+    divides: np.bool_
+
+
+def reference_divisor(amax: float, dtype: str) -> float:
+    """Return compressed-tensors' G, ``rnd(rnd(1 / amax) * 2688)`` in ``dtype``, or inf where that overflows."""
+    rounded = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}[dtype]
+    with np.errstate(divide="ignore", over="ignore"):
+        reciprocal = rounded(f32(1) / f32(amax)).astype(np.float32)
+        return float(rounded(reciprocal * (_E2M1_MAX * _E4M3_MAX)))
+
+
+def divisor(amax: float, dtype: str) -> tuple[float, str]:
+    """Return G for a weight or fused group of this amax, and the dtype in whose arithmetic to encode it.
+
+    compressed-tensors replaces a G that overflows in ``dtype`` by 1, and loses the weight; here it is then computed
+    in float32, and is at most 2^126. Zeros, and what has no finite amax, have G = 1.
+    """
+    if not 0 < amax < np.inf:
+        return 1.0, dtype
+    g = reference_divisor(amax, dtype)
+    if np.isfinite(g):
+        return g, dtype
+    return min(reference_divisor(amax, "F32"), float(_LARGEST_DIVISOR)), "F32"
+
+
+def multiplier(amax: float) -> float:
+    """Return ModelOpt's scale_2, ``amax / 2688`` in float32, but at least its smallest normal; 1 for zeros."""
+    if not 0 < amax < np.inf:
+        return 1.0
+    return float(max(f32(amax) / (_E2M1_MAX * _E4M3_MAX), np.finfo(np.float32).tiny))
+
+
+@kernel
+def _split(words: Any, dtype: Float, even: Any, odd: Any, largest: Any) -> None:
+    """Write a chunk's even and odd columns as float32 bits, and of each pair the larger magnitude.
+
+    ``words``: u32, a pair each (BF16, F16), or one value (F32).
+    """
+    if dtype.kind == _BF16:
+        for i in range(even.size):
+            even[i] = left(words[i], u32(16))
+            odd[i] = words[i] & u32(0xFFFF0000)
+    elif dtype.kind == _F16:
+        for i in range(even.size):
+            even[i] = bits_of(magnitude(words[i], dtype)) | (left(words[i], u32(16)) & u32(0x80000000))
+            high = right(words[i], u32(16))
+            odd[i] = bits_of(magnitude(high, dtype)) | (words[i] & u32(0x80000000))
+    else:
+        for i in range(even.size):
+            even[i] = words[2 * i]
+            odd[i] = words[2 * i + 1]
+    for i in range(even.size):
+        largest[i] = max(u32(even[i] & u32(0x7FFFFFFF)), u32(odd[i] & u32(0x7FFFFFFF)))
+
+
+@kernel
+def _halve_by_max(values: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = max(values[2 * i], values[2 * i + 1])
+
+
+@kernel
+def _halve_by_sum(values: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = values[2 * i] + values[2 * i + 1]
+
+
+@kernel
+def _double(values: Any, out: Any) -> None:
+    """Write each u32 twice, as one u64."""
+    for i in range(values.size):
+        out[i] = u64(values[i]) | (u64(values[i]) << u64(32))
+
+
+@kernel
+def _spread(values: Any, twice: Any, fourfold: Any, out: Any) -> None:
+    """Write each u32 of ``values`` eight times, once for every pair of its group; all but ``values`` u64."""
+    _double(values, twice)
+    _double(twice.view(np.uint32), fourfold)
+    _double(fourfold.view(np.uint32), out)
+
+
+@kernel
+def _scale_codes(wanted: Any, codes: Any) -> None:
+    """Write the E4M3 codes of positive float32, at most 448, to the nearest."""
+    for g in range(wanted.size):
+        a = min(wanted[g], _E4M3_MAX)
+        # Adding 2^(e+20) leaves the multiple of 2^(e-3) in the low bits: see fp8.
+        exponent = max(u32(bits_of(a) & u32(0x7F800000)), _E4M3_NORMAL)
+        aligned = bits_of(a + float_of(exponent + u32(20 << 23)))
+        codes[g] = u32(aligned + right(exponent - _E4M3_NORMAL, u32(20)))
+
+
+@kernel
+def _wanted_scales(amax: Any, scale: _Global, rounding: Float, rounded: Any, wanted: Any) -> None:
+    """Write the scale that makes each group's amax 6, before it is rounded to E4M3."""
+    if scale.divides:
+        for g in range(amax.size):
+            wanted[g] = float_of(amax[g]) / _E2M1_MAX
+        if rounding.shift != u32(0):
+            narrow_row(wanted, rounding, rounded)
+            for g in range(amax.size):
+                wanted[g] = magnitude(rounded[g], rounding)
+        for g in range(amax.size):
+            scaled = wanted[g] * scale.value
+            wanted[g] = scaled if scaled > f32(2.0**-10) else _SCALE_OF_ZEROS
+    else:
+        sixfold = f32(scale.value * _E2M1_MAX)
+        for g in range(amax.size):
+            scaled = float_of(amax[g]) / sixfold
+            wanted[g] = max(scaled, f32(2.0**-9)) if scaled > f32(0) else f32(1)
+
+
+@kernel
+def _group_scales(codes: Any, scale: _Global, out: Any) -> None:
+    """Write what each group's E2M1 values are multiplied by, ``s / G`` or ``s * scale_2``."""
+    for g in range(codes.size):
+        out[g] = _SCALES[codes[g]]
+    if scale.divides:
+        for g in range(codes.size):
+            out[g] = out[g] / scale.value
+    else:
+        for g in range(codes.size):
+            out[g] = out[g] * scale.value
+
+
+@kernel
+def _aligner(a: Any) -> Any:
+    """Return 2^(e+22) for a float32 of exponent e: added, it rounds to a multiple of 2^(e-1), E2M1's step."""
+    return float_of(max(u32(bits_of(a) & u32(0x7F800000)), _ONE) + u32(22 << 23))
+
+
+@kernel
+def _code(value: Any, scale: Any) -> Any:
+    """Return the E2M1 code of ``value / scale``; ties go to even codes. A quotient of zero has no sign."""
+    quotient = value / scale
+    a = min(abs(quotient), _E2M1_MAX)
+    aligner = bits_of(_aligner(a))
+    # The multiple, 2 to 4, is in the low bits; a code is 2 less than it, plus 2 for each binade.
+    aligned = bits_of(a + float_of(aligner))
+    code = u32(aligned + right(aligner - u32(149 << 23), u32(22))) & u32(7)
+    return code | (u32(8) if quotient < f32(0) else u32(0))
+
+
+@kernel
+def _codes(even: Any, odd: Any, scales: Any, packed: Any) -> None:
+    for i in range(packed.size):
+        packed[i] = _code(even[i], scales[i]) | left(_code(odd[i], scales[i]), u32(4))
+
+
+@kernel
+def _encode(words: Any, dtype: Float, rounding: Float, scale: _Global, packed: Any, scales: Any) -> Any:
+    """Return -1, or the first group of the chunk in which a value is not finite."""
+    even = np.empty(_CHUNK * _PAIRS, np.uint32)
+    odd = np.empty(_CHUNK * _PAIRS, np.uint32)
+    largest = np.empty(_CHUNK * _PAIRS, np.uint32)
+    halves = np.empty(_CHUNK * 4, np.uint32)
+    quarters = np.empty(_CHUNK * 2, np.uint32)
+    amax = np.empty(_CHUNK, np.uint32)
+    wanted = np.empty(_CHUNK, np.float32)
+    twice = np.empty(_CHUNK, np.uint64)
+    fourfold = np.empty(_CHUNK * 2, np.uint64)
+    spread = np.empty(_CHUNK * 4, np.uint64)
+    infinity = bits_of(magnitude(dtype.infinity, dtype))
+    words_per_group = GROUP if dtype.shift == u32(0) else _PAIRS
+    for first in range(0, scales.size, _CHUNK):
+        n = min(scales.size - first, _CHUNK)
+        chunk = words[first * words_per_group : (first + n) * words_per_group]
+        pairs = n * _PAIRS
+        _split(chunk, dtype, even[:pairs], odd[:pairs], largest[:pairs])
+        _halve_by_max(largest[:pairs], halves[: n * 4])
+        _halve_by_max(halves[: n * 4], quarters[: n * 2])
+        _halve_by_max(quarters[: n * 2], amax[:n])
+        if amax[:n].max() >= infinity:
+            return first
+        _wanted_scales(amax[:n], scale, rounding, largest[:n], wanted[:n])
+        codes = scales[first : first + n]
+        _scale_codes(wanted[:n], codes)
+        _group_scales(codes, scale, wanted[:n])
+        _spread(wanted[:n].view(np.uint32), twice[:n], fourfold[: n * 2], spread[: n * 4])
+        values = spread[: n * 4].view(np.float32)
+        out = packed[first * _PAIRS : (first + n) * _PAIRS]
+        _codes(even[:pairs].view(np.float32), odd[:pairs].view(np.float32), values, out)
+    return -1
+
+
+@kernel
+def _value(code: Any) -> Any:
+    """Return the float32 value of the E2M1 code in the lowest 4 bits."""
+    a = u32(code) & u32(7)
+    # 0 and 0.5 are read one binade up as 1 + m / 2.
+    normal = a >= u32(2)
+    base = u32(126 << 23) if normal else _ONE
+    surplus = f32(0) if normal else f32(1)
+    value = bits_of(float_of(left(a, u32(22)) + base) - surplus)
+    return float_of(value | left(u32(code) & u32(8), u32(28)))
+
+
+@kernel
+def _decode(packed: Any, scales: Any, scale: _Global, through: Float, out: Any, out_dtype: Float) -> None:
+    factors = np.empty(_CHUNK, np.float32)
+    twice = np.empty(_CHUNK, np.uint64)
+    fourfold = np.empty(_CHUNK * 2, np.uint64)
+    spread = np.empty(_CHUNK * 4, np.uint64)
+    values = np.empty(_CHUNK * GROUP, np.float32)
+    rounded = np.empty(_CHUNK * GROUP, np.uint32)
+    for first in range(0, scales.size, _CHUNK):
+        n = min(scales.size - first, _CHUNK)
+        _group_scales(scales[first : first + n], scale, factors[:n])
+        _spread(factors[:n].view(np.uint32), twice[:n], fourfold[: n * 2], spread[: n * 4])
+        by = spread[: n * 4].view(np.float32)
+        pairs = packed[first * _PAIRS : (first + n) * _PAIRS]
+        for i in range(pairs.size):
+            pair = u32(pairs[i])
+            values[2 * i] = _value(pair) * by[i]
+            values[2 * i + 1] = _value(right(pair, u32(4))) * by[i]
+        chunk = values[: n * GROUP]
+        if through.kind != out_dtype.kind:
+            narrow_row(chunk, through, rounded[: n * GROUP])
+            for c in range(chunk.size):
+                chunk[c] = widen(rounded[c], through)
+        narrow_row(chunk, out_dtype, out[first * GROUP : (first + n) * GROUP])
+
+
+def encode(
+    w: NDArray[Any],
+    dtype: str,
+    rounding: str,
+    global_scale: float,
+    divides: bool,
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+) -> int:
+    """Encode a tile of bits of ``dtype`` [rows, cols], cols % 16 = 0, whose float scale is given.
+
+    If that ``divides`` (compressed-tensors), ``s = e4m3(G * rnd(amax / 6))`` with rnd() to ``rounding``, 0.125 for
+    zero, and codes are those of ``w / (s / G)`` in float32. Otherwise (ModelOpt, without roundings to ``dtype``)
+    ``s = e4m3(amax / (6 * scale_2))``, at least 2^-9, 1 for a group of zeros, and codes are those of
+    ``w / (s * scale_2)``. Codes are rounded to nearest even; what is negative and rounds to zero keeps its sign.
+
+    Written: ``packed`` [rows, cols / 2], even column in the low nibble, and ``scales`` E4M3 [rows, cols / 16].
+
+    Returns the flat index of the first NaN or infinity (the outputs are then meaningless), or -1.
+    """
+    flat = w.reshape(-1)
+    scale = _Global(f32(global_scale), np.bool_(divides))
+    words = flat.view(np.uint32)
+    chunk = _encode(words, FLOATS[dtype], FLOATS[rounding], scale, packed.reshape(-1), scales.reshape(-1))
+    if chunk < 0:
+        return -1
+    start = int(chunk) * GROUP
+    return start + int(first_nonfinite(flat[start:], FLOATS[dtype]))
+
+
+def decode(
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    global_scale: float,
+    divides: bool,
+    out: NDArray[Any],
+    out_dtype: str,
+) -> None:
+    """Write the values of ``packed`` [rows, cols / 2] and ``scales`` [rows, cols / 16] to ``out`` [rows, cols].
+
+    ``global_scale`` is compressed-tensors' G if it ``divides``, else ModelOpt's scale_2. The group's scale, and its
+    product with a code, are each rounded to float32: the stored values, for F32. compressed-tensors decodes to
+    BF16, whatever is made of that afterwards: its F16 is rounded twice. ModelOpt's is not.
+    """
+    scale = _Global(f32(global_scale), np.bool_(divides))
+    through = "BF16" if divides and out_dtype == "F16" else out_dtype
+    _decode(packed.reshape(-1), scales.reshape(-1), scale, FLOATS[through], out.reshape(-1), FLOATS[out_dtype])
