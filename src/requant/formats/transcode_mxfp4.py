@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 from requant.formats.base import Tile
 from requant.formats.exact import ExactRoute, Pool, lossless
 
+_BIAS = 127
+# The exponent whose groups get an NVFP4 float scale of 1; exponents down to 17 below the largest lose nothing.
+_EXPONENT_OF_ONE = 8
+_NVFP4_RANGE = 17
+
 
 def _to_fp8(block: bool) -> ExactRoute:
     def transcode(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> int:
@@ -86,12 +91,52 @@ def _to_mxfp8(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) ->
     return 0
 
 
+def _bound(scales: Sequence[Tile]) -> float:
+    return float(scales[0].bits.max(initial=0)) - _BIAS
+
+
+def _largest(source: Sequence[Tile]) -> float:
+    from requant.kernels import mxfp4_to_nvfp4
+
+    byte = mxfp4_to_nvfp4.largest_exponent(source[0].bits, source[1].bits)
+    return float(byte - _BIAS) if byte >= 0 else -np.inf
+
+
+def _to_nvfp4(divides: bool) -> ExactRoute:
+    """Pooled is the largest exponent of a group that holds more than zeros; a region is a group of 16."""
+    # The float scale and its reciprocal stay within float32; as a multiplier it stays normal.
+    least = -119 if divides else -118
+
+    def kmax(pooled: float) -> int:
+        return int(max(pooled, least)) if pooled > -np.inf else _EXPONENT_OF_ONE
+
+    def transcode(source: Sequence[Tile], target: Sequence[Tile], pooled: float) -> int:
+        from requant.kernels import mxfp4_to_nvfp4
+
+        top = kmax(pooled)
+        target[2].bits.view(np.float32)[:] = 2.0 ** (_EXPONENT_OF_ONE - top if divides else top - _EXPONENT_OF_ONE)
+        lost, _ = mxfp4_to_nvfp4.to_nvfp4(source[0].bits, source[1].bits, top, target[0].bits, target[1].bits)
+        return lost * mxfp4_to_nvfp4.GROUP
+
+    def suspects(scales: Sequence[Tile], pooled: float) -> NDArray[np.bool_]:
+        return np.repeat(scales[0].bits < kmax(pooled) + _BIAS - _NVFP4_RANGE, 2, axis=1)
+
+    def over_span(source: Sequence[Tile], pooled: float) -> int:
+        from requant.kernels import mxfp4_to_nvfp4
+
+        return mxfp4_to_nvfp4.count(source[0].bits, source[1].bits, kmax(pooled))[0] * mxfp4_to_nvfp4.GROUP
+
+    return ExactRoute(transcode, suspects, over_span, Pool(_bound, _largest))
+
+
 FROM_MXFP4: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
     {
         ("mxfp4", "fp8-block"): _to_fp8(block=True),
         ("mxfp4", "fp8-channel"): _to_fp8(block=False),
         ("mxfp4", "fp8-tensor"): _to_fp8_tensor(),
         ("mxfp4", "mxfp8"): lossless(_to_mxfp8),
+        ("mxfp4", "nvfp4"): _to_nvfp4(divides=True),
+        ("mxfp4", "nvfp4-scale2"): _to_nvfp4(divides=False),
     }
 )
 """(MXFP4, target format) → the exact route to it."""
