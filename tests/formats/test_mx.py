@@ -63,7 +63,7 @@ def expected_exponents(name, w, dtype):
 
 
 def awkward(name, rows, groups, dtype, seed):
-    """Groups of every size that the dtype has: gaussian, half-way between codes, zeros of both signs, tiny beside large."""
+    """Groups of every size in the dtype: gaussian, half-way between codes, zeros of both signs, tiny beside large."""
     rng = np.random.default_rng(seed)
     shape = (rows * groups, 32)
     element = ml_dtypes.float4_e2m1fn if name == "mxfp4" else ml_dtypes.float8_e4m3fn

@@ -117,7 +117,7 @@ def test_mxfp8_to_fp8_block_where_the_exponents_of_a_block_agree(rows, groups, s
     pooled = route.pool.of((codes, exponents))
     assert route.holds(pooled)
     assert route.pool.bound([exponents]) >= pooled
-    assert route.suspects([exponents], pooled).shape == shape
+    assert not route.suspects([exponents], pooled).any()
     assert route.transcode((codes, exponents), target, pooled) == 0
     assert same(values_of("fp8-block", target)[0], values_of("mxfp8", (codes, exponents))[0])
     if (~zeros[:128, :4]).sum() > 1:

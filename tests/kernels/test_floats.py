@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,6 +16,7 @@ BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
+@settings(deadline=None)
 @given(rows=st.integers(0, 3), cols=st.integers(0, 200), seed=st.integers(0, 2**32 - 1), wild=st.booleans())
 def test_amax_is_the_largest_magnitude(dtype: str, rows: int, cols: int, seed: int, wild: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -41,7 +41,7 @@ class Nvfp4:
         from requant.kernels import nvfp4
 
         packed, scales, whole = parts
-        scale = float(whole.bits.view(np.float32)[0])
+        scale = float(whole.bits.view(np.float32).item())
         nvfp4.decode(packed.bits, scales.bits, scale, self.divides, out.bits, out.dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:

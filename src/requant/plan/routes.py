@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal
 
 from requant.dialects.recognise import DEFAULT_DTYPE, Weight
-from requant.formats import EXACT_ROUTES, NUMPY_BITS, ExactRoute, Format, ScaleRule, format_named
+from requant.formats import EXACT_ROUTES, NUMPY_BITS, TO_DENSE, ExactRoute, Format, ScaleRule, format_named
 from requant.recipe.recipe import Arithmetic, Exact, Recipe
 
 RouteKind = Literal["exact", "reference", "float32"]
@@ -72,7 +72,9 @@ def _route(
 ) -> Route:
     dense = source == "dense"
     through = stored if dense else ("F32" if arithmetic == "float32" else dtype)
-    shortcut = EXACT_ROUTES.get((source, target)) if exact != "off" else None
+    shortcut = None
+    if exact != "off":
+        shortcut = TO_DENSE.get((source, DEFAULT_DTYPE)) if target == "dense" else EXACT_ROUTES.get((source, target))
     if shortcut is not None and shortcut.holds is not None and arithmetic == "reference" and stored != dtype:
         shortcut = None  # its scales and those of weights that do not qualify would have two dtypes
     if target == "dense":
