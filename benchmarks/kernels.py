@@ -9,7 +9,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from requant.kernels import compare, fp8, mxfp4
+from requant.kernels import compare, dense, fp8, mxfp4, mxfp8
 
 
 def fastest(call: Callable[[], object], seconds: float = 1.0) -> float:
@@ -28,6 +28,7 @@ def main(rows: int = 512, cols: int = 7168) -> None:
     codes, channel = np.empty((rows, cols), np.uint8), np.empty((rows, 1), np.uint16)
     block = np.empty((-(-rows // 128), -(-cols // 128)), np.uint16)
     packed, exponents = np.empty((rows, cols // 2), np.uint8), np.empty((rows, cols // 32), np.uint8)
+    lowered = np.empty_like(exponents)
     out16, out32 = np.empty((rows, cols), np.uint16), np.empty((rows, cols), np.uint32)
     fp8.encode_block(bf16, "BF16", True, codes, block)
     mxfp4.encode(bf16, "BF16", packed, exponents)
@@ -41,6 +42,11 @@ def main(rows: int = 512, cols: int = 7168) -> None:
         ("BF16 -> MXFP4", bf16, lambda: mxfp4.encode(bf16, "BF16", packed, exponents)),
         ("MXFP4 -> BF16", packed, lambda: mxfp4.decode(packed, exponents, out16, "BF16")),
         ("MXFP4 -> F32", packed, lambda: mxfp4.decode(packed, exponents, out32, "F32")),
+        ("BF16 -> MXFP4 mse", bf16, lambda: mxfp4.encode(bf16, "BF16", packed, exponents, search=True)),
+        ("BF16 -> MXFP8", bf16, lambda: mxfp8.encode(bf16, "BF16", True, codes, lowered)),
+        ("MXFP8 -> BF16", codes, lambda: mxfp8.decode(codes, exponents, out16, "BF16")),
+        ("MXFP4 -> MXFP8", packed, lambda: mxfp8.from_mxfp4(packed, exponents, codes, lowered)),
+        ("F32 -> F16", f32, lambda: dense.convert(f32.view(np.uint32), "F32", out16, "F16")),
         ("MXFP4 -> FP8 block", packed, lambda: mxfp4.to_fp8_block(packed, exponents, codes, block)),
         ("MXFP4 -> FP8 channel", packed, lambda: mxfp4.to_fp8_channel(packed, exponents, codes, channel)),
         ("MXFP4 over-span", packed, lambda: mxfp4.over_span(packed, exponents, True)),

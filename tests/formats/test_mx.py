@@ -63,7 +63,7 @@ def expected_exponents(name, w, dtype):
 
 
 def awkward(name, rows, groups, dtype, seed):
-    """Groups of every size in the dtype: gaussian, half-way between codes, zeros of both signs, tiny beside large."""
+    """Groups of every size: gaussian, half-way between codes, zeros of both signs, tiny beside large."""
     rng = np.random.default_rng(seed)
     shape = (rows * groups, 32)
     element = ml_dtypes.float4_e2m1fn if name == "mxfp4" else ml_dtypes.float8_e4m3fn
@@ -116,6 +116,37 @@ def test_encode_of_every_pattern_beside_every_amax(name, dtype):
     np.testing.assert_array_equal(exponents, expected_exponents(name, w, dtype))
     want = codes_at(name, w, dtype, exponents)
     np.testing.assert_array_equal(unpacked(name, payload).view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("exponent", [0, 3, 4, 5, 10, 11, 12, 60, 118, 127, 128, 246])
+def test_encode_of_every_bf16_pattern_under_every_amax_of_a_binade(name, exponent):
+    """One exponent throughout: 16-bit integers alone, or float32 alone, must do."""
+    top = exponent + (2 if name == "mxfp4" else 8)  # the amax's own
+    largest = np.arange(max(top - 1, 0) << 7 | 0x60, (top << 7) | 0x60, dtype=np.uint16)  # 1.75 to 3.5
+    amax = largest if exponent else largest[::7]
+    below = np.arange(0 if top < 60 else (top - 40) << 7, 0x8000, dtype=np.uint16)[: 41 << 7]
+    groups = np.empty((amax.size, -(-below.size // 31), 32), np.uint16)
+    groups[:, :, 0] = amax[:, None]
+    values = np.minimum(np.resize(below, groups[0, :, 1:].size).reshape(1, -1, 31), amax[:, None, None])
+    groups[:, :, 1:] = values | np.random.default_rng(0).integers(0, 2, values.shape).astype(np.uint16) << 15
+    zeros = np.zeros_like(groups[:, :2])
+    zeros[:, 1] = 0x8000
+    w = np.concatenate([groups, zeros], axis=1).reshape(amax.size, -1).view(VALUES["BF16"])
+    bad, payload, exponents = encode(name, w, "BF16")
+    assert bad == -1
+    assert (exponents[:, :-2] == exponent).all()
+    assert (exponents[:, -2:] == 0).all()
+    want = codes_at(name, w, "BF16", exponents)
+    np.testing.assert_array_equal(unpacked(name, payload).view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", sorted(VALUES))
+def test_mxfp8_in_float32_is_that_of_the_same_values_in_f32(dtype):
+    w = awkward("mxfp8", 20, 9, dtype, 0)
+    ours, wide = encode("mxfp8", w, dtype, reference=False), encode("mxfp8", w.astype(np.float32), "F32")
+    for a, b in zip(ours, wide, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -35,4 +35,4 @@ class Mxfp8:
 
         codes, exponents = parts
         search = how.scale == "mse"
-        return mxfp8.encode(weight.bits, weight.dtype, codes.bits, exponents.bits, search, how.errors)
+        return mxfp8.encode(weight.bits, weight.dtype, how.reference, codes.bits, exponents.bits, search, how.errors)

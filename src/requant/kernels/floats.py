@@ -38,11 +38,11 @@ class Float(NamedTuple):
     eps: np.float32
 
 
-_BF16, _F16, _F32 = u32(0), u32(1), u32(2)
+BF16, _F16, _F32 = u32(0), u32(1), u32(2)
 
 FLOATS: Mapping[str, Float] = MappingProxyType(
     {
-        "BF16": Float(_BF16, u32(0x7FFF), u32(0x7F80), u32(8), u32(16), f32(1), f32(2**-7)),
+        "BF16": Float(BF16, u32(0x7FFF), u32(0x7F80), u32(8), u32(16), f32(1), f32(2**-7)),
         "F16": Float(_F16, u32(0x7FFF), u32(0x7C00), u32(8), u32(13), f32(2.0**112), f32(2**-10)),
         "F32": Float(_F32, u32(0x7FFFFFFF), u32(0x7F800000), u32(24), u32(0), f32(1), f32(2**-23)),
     }
@@ -123,7 +123,7 @@ def _to_f16(value: Any) -> Any:
 @kernel
 def narrow(value: Any, dtype: Float) -> Any:
     """Return the bits (uint32) of a float32 rounded to ``dtype``."""
-    if dtype.kind == _BF16:
+    if dtype.kind == BF16:
         return _to_bf16(value)
     if dtype.kind == _F16:
         return _to_f16(value)
@@ -133,7 +133,7 @@ def narrow(value: Any, dtype: Float) -> Any:
 @kernel
 def narrow_row(values: Any, dtype: Float, out: Any) -> None:
     """Write the bits of float32 ``values`` [n], rounded to ``dtype``, to ``out`` [n]."""
-    if dtype.kind == _BF16:
+    if dtype.kind == BF16:
         for i in range(values.size):
             out[i] = _to_bf16(values[i])
     elif dtype.kind == _F16:

@@ -52,16 +52,16 @@ def largest(_typing: Any, patterns: Any, start: Any) -> Any:
 
 @_operation
 def spread(_typing: Any, out: Any, start: Any, value: Any) -> Any:
-    """Write the float32 ``value`` to ``out[start : start + 32]``."""
+    """Write ``value``, of the dtype of ``out``, to ``out[start : start + 32]``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, first, number = args
-        place = _place(context, builder, signature.args[0], array, first, ir.FloatType())
+        place = _place(context, builder, signature.args[0], array, first, number.type)
         one = builder.insert_element(ir.Constant(ir.VectorType(number.type, GROUP), ir.Undefined), number, _INDEX(0))
-        builder.store(_shuffled(builder, one, [0] * GROUP), place, align=4)
+        builder.store(_shuffled(builder, one, [0] * GROUP), place, align=out.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
-    return _types.void(out, _types.intp, _types.float32), generate
+    return _types.void(out, _types.intp, out.dtype), generate
 
 
 @_operation

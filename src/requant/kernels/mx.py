@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .floats import FLOATS, Float, f32, u32, widen
+from . import mx_bf16
+from .floats import BF16, FLOATS, Float, f32, u32, widen
 from .groups import GROUP, largest, spread, sum_of_squares
 from .jit import bits_of, float_of, kernel, left, right
 
@@ -171,6 +172,7 @@ def _encode(
     wide = np.empty(_CHUNK, np.uint32)
     factors = np.empty(_CHUNK, np.float32)
     losses = np.empty(_CHUNK, np.float32)
+    shifts = np.empty(_CHUNK, np.int16)
     codes = np.empty(_CHUNK, np.uint8)
     nearby = np.empty(_CHUNK // GROUP, np.uint8)
     for start in range(0, w.size, _CHUNK):
@@ -180,15 +182,16 @@ def _encode(
         bad = _exponents(chunk, dtype, unscaled, element.offset, scales)
         if bad >= 0:
             return start + bad * GROUP + _first_above(chunk[bad * GROUP :], dtype)
-        _widen(chunk, dtype, patterns)
         if search:
+            _widen(chunk, dtype, patterns)
             _search(patterns, element, scales, nearby, factors, losses, errors)
-        _spread_factors(scales, factors)
+        out = codes[: stop - start] if packed else payload[start:stop]
+        if dtype.kind != BF16 or not mx_bf16.write_codes(chunk, scales, packed, shifts, out):
+            _widen(chunk, dtype, patterns)
+            _spread_factors(scales, factors)
+            _codes(patterns, factors, vanishing, element, out)
         if packed:
-            _codes(patterns, factors, vanishing, element, codes)
-            _pack(codes[: stop - start].view(np.uint16), payload[start // 2 : stop // 2])
-        else:
-            _codes(patterns, factors, vanishing, element, payload[start:stop])
+            _pack(out.view(np.uint16), payload[start // 2 : stop // 2])
     return -1
 
 

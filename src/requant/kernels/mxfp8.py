@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import mx
+from .dense import convert
 from .floats import DTYPES, f32
 from .jit import kernel
 from .mx import GROUP
@@ -51,6 +52,7 @@ def decode(codes: NDArray[np.uint8], exponents: NDArray[np.uint8], out: NDArray[
 def encode(
     w: NDArray[Any],
     dtype: str,
+    reference: bool,
     codes: NDArray[np.uint8],
     exponents: NDArray[np.uint8],
     search: bool = False,
@@ -58,8 +60,14 @@ def encode(
 ) -> int:
     """Encode a tile; see `mx.encode`. Zeros and values that become zero keep their sign.
 
+    ``reference``: compressed-tensors' arithmetic in ``dtype``; else float32's, which differs for F16 alone: there are
+    no subnormal groups, none too large, and zeros have exponent 0.
     Written: ``codes`` E4M3 [rows, cols] and ``exponents`` [rows, cols / 32].
     """
+    if dtype == "F16" and not reference:
+        wide = np.empty(w.shape, np.uint32)
+        convert(w, dtype, wide, "F32")
+        w, dtype = wide, "F32"
     return mx.encode(w, dtype, mx.E4M3, f32(-1), search, codes, exponents, errors)
 
 
