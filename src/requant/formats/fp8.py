@@ -34,6 +34,8 @@ class Fp8Channel:
         """Scale every row so that its largest magnitude becomes 448, or by ``how.scale``."""
         from requant.kernels import fp8
 
+        if how.scale == "mse":
+            return _search(weight, parts, (1, max(1, weight.bits.shape[1])), how)
         codes, scales = parts
         return fp8.encode_channel(
             weight.bits, weight.dtype, how.reference, codes.bits, scales.bits, scales.dtype, how.scale == "pow2"
@@ -61,6 +63,8 @@ class Fp8Block:
         """Scale every block so that its largest magnitude becomes 448, or by ``how.scale``."""
         from requant.kernels import fp8
 
+        if how.scale == "mse":
+            return _search(weight, parts, (BLOCK, BLOCK), how)
         codes, scales = parts
         return fp8.encode_block(
             weight.bits, weight.dtype, how.reference, codes.bits, scales.bits, scales.dtype, how.scale == "pow2"
@@ -111,3 +115,12 @@ def _decode(parts: Sequence[Tile], block: tuple[int, int], out: Tile) -> None:
 
     codes, scales = parts
     fp8.decode(codes.bits, scales.bits, scales.dtype, block, out.bits, out.dtype)
+
+
+def _search(weight: Tile, parts: Sequence[Tile], block: tuple[int, int], how: Encoding) -> int:
+    from requant.kernels import fp8_search
+
+    codes, scales = parts
+    return fp8_search.encode(
+        weight.bits, weight.dtype, how.reference, block, codes.bits, scales.bits, scales.dtype, how.errors
+    )

@@ -31,7 +31,7 @@ _ONE = u32(127 << 23)
 _CHUNK = 8192  # what fits the innermost cache
 
 
-class _Rounding(NamedTuple):
+class Rounding(NamedTuple):
     """Rounding a positive float32 to nearest even by its bits: ``(b + bias + ((b >> drop) & odd)) & keep``."""
 
     drop: np.uint32
@@ -40,27 +40,52 @@ class _Rounding(NamedTuple):
     keep: np.uint32
 
 
-def _rounding(dtype: Float) -> _Rounding:
+def rounding_to(dtype: Float) -> Rounding:
     """Round to the significand of ``dtype``; F16's subnormals do not matter here: all of them have code 0."""
     drop = int(dtype.shift)
-    return _Rounding(u32(drop), u32(max((1 << drop) // 2 - 1, 0)), u32(drop > 0), u32(0x100000000 - (1 << drop)))
+    return Rounding(u32(drop), u32(max((1 << drop) // 2 - 1, 0)), u32(drop > 0), u32(0x100000000 - (1 << drop)))
 
 
 @kernel
-def _code(bits: Any, scale: Any, dtype: Float, rounding: _Rounding) -> Any:
+def quotient_of(magnitude: Any, scale: Any, rounding: Rounding) -> Any:
+    """Return ``rnd(magnitude / scale)``, clamped to 448, of a float32 magnitude's bits."""
+    quotient = bits_of(min(float_of(magnitude) / scale, _MAX))
+    tie = right(quotient, rounding.drop) & rounding.odd
+    return float_of(u32((quotient + rounding.bias + tie) & rounding.keep))
+
+
+@kernel
+def exponent_of(a: Any) -> Any:
+    """Return the exponent bits of a magnitude, those of E4M3's smallest normal for what lies below."""
+    return max(u32(bits_of(a) & u32(0x7F800000)), _SMALLEST_NORMAL)
+
+
+@kernel
+def anchor_of(exponent: Any) -> Any:
+    """Return 2^(e+20) for exponent bits e: added to a value of that exponent, it rounds it to a multiple of 2^(e-3)."""
+    return float_of(u32(exponent + u32(20 << 23)))
+
+
+@kernel
+def code_of(anchored: Any, exponent: Any) -> Any:
+    """Return the E4M3 code of a magnitude to which its anchor has been added.
+
+    That leaves its multiple of 2^(e-3) in the low byte, 8 at 2^e and 16 at 2^(e+1): the code, but for 8 per binade
+    above the smallest normal.
+    """
+    return u32(bits_of(anchored) + right(exponent - _SMALLEST_NORMAL, u32(20)))
+
+
+@kernel
+def _signed_code(bits: Any, scale: Any, dtype: Float, rounding: Rounding) -> Any:
     """Return the E4M3 code of ``rnd(value / scale)``, clamped to +-448, rounded to nearest even.
 
     ``bits`` are BF16 or F32: moved to the top of a word they are the float32 of the same value.
     """
     pattern = left(u32(bits), dtype.shift)
-    quotient = bits_of(min(float_of(pattern & u32(0x7FFFFFFF)) / scale, _MAX))
-    tie = right(quotient, rounding.drop) & rounding.odd
-    a = u32((quotient + rounding.bias + tie) & rounding.keep)
-    # Adding 2^(e+20) to a value of exponent e leaves its multiple of 2^(e-3) in the low byte, 8 at 2^e and 16 at
-    # 2^(e+1): the code, but for 8 per binade above the smallest normal.
-    exponent = max(u32(a & u32(0x7F800000)), _SMALLEST_NORMAL)
-    aligned = bits_of(float_of(a) + float_of(u32(exponent + u32(20 << 23))))
-    code = u32(aligned + right(exponent - _SMALLEST_NORMAL, u32(20)))
+    a = quotient_of(pattern & u32(0x7FFFFFFF), scale, rounding)
+    exponent = exponent_of(a)
+    code = code_of(a + anchor_of(exponent), exponent)
     return np.uint8(code | (right(pattern, u32(24)) & u32(0x80)))
 
 
@@ -87,7 +112,7 @@ def _raise_to(amax_bits: Any, w: Any, dtype: Float) -> None:
 
 
 @kernel
-def _scale_bits(amax: Any, dtype: Float, power_of_two: bool) -> Any:
+def scale_bits(amax: Any, dtype: Float, power_of_two: bool) -> Any:
     """Return the bits of ``rnd(amax / 448)``, or of the dtype's eps where that is zero.
 
     ``power_of_two``: of ``2^ceil(log2(amax / 448))`` instead, not below the dtype's smallest normal number (F16: its
@@ -105,23 +130,23 @@ def _scale_bits(amax: Any, dtype: Float, power_of_two: bool) -> Any:
 
 @kernel
 def _encode_channel(
-    w: Any, dtype: Float, rounding: _Rounding, power_of_two: bool, codes: Any, scales: Any, scale_dtype: Float
+    w: Any, dtype: Float, rounding: Rounding, power_of_two: bool, codes: Any, scales: Any, scale_dtype: Float
 ) -> Any:
     rows, cols = w.shape
     for r in range(rows):
         largest = amax_bits(w[r], dtype)
         if u32(largest) >= dtype.infinity:
             return r * cols + first_nonfinite(w[r], dtype)
-        scales[r, 0] = _scale_bits(magnitude(largest, dtype), scale_dtype, power_of_two)
+        scales[r, 0] = scale_bits(magnitude(largest, dtype), scale_dtype, power_of_two)
         scale = magnitude(scales[r, 0], scale_dtype)
         for c in range(cols):
-            codes[r, c] = _code(w[r, c], scale, dtype, rounding)
+            codes[r, c] = _signed_code(w[r, c], scale, dtype, rounding)
     return -1
 
 
 @kernel
 def _encode_block(
-    w: Any, dtype: Float, rounding: _Rounding, power_of_two: bool, codes: Any, scales: Any, scale_dtype: Float
+    w: Any, dtype: Float, rounding: Rounding, power_of_two: bool, codes: Any, scales: Any, scale_dtype: Float
 ) -> Any:
     rows, cols = w.shape
     column_amax = np.empty(cols, w.dtype)
@@ -136,11 +161,11 @@ def _encode_block(
             largest = amax_bits(column_amax[start:stop], dtype)
             if u32(largest) >= dtype.infinity:
                 return top * cols + first_nonfinite(w[top:bottom].reshape(-1), dtype)
-            scales[top // BLOCK, b] = _scale_bits(magnitude(largest, dtype), scale_dtype, power_of_two)
+            scales[top // BLOCK, b] = scale_bits(magnitude(largest, dtype), scale_dtype, power_of_two)
             divisors[start:stop] = magnitude(scales[top // BLOCK, b], scale_dtype)
         for r in range(top, bottom):
             for c in range(cols):
-                codes[r, c] = _code(w[r, c], divisors[c], dtype, rounding)
+                codes[r, c] = _signed_code(w[r, c], divisors[c], dtype, rounding)
     return -1
 
 
@@ -148,7 +173,7 @@ def _encode_block(
 def _encode_tensor(
     w: Any,
     dtype: Float,
-    rounding: _Rounding,
+    rounding: Rounding,
     power_of_two: bool,
     codes: Any,
     scales: Any,
@@ -156,14 +181,14 @@ def _encode_tensor(
     amax: Any,
 ) -> Any:
     """Encode ``w`` [1, values]."""
-    scales[0] = _scale_bits(amax, scale_dtype, power_of_two)
+    scales[0] = scale_bits(amax, scale_dtype, power_of_two)
     scale = magnitude(scales[0], scale_dtype)
     for start in range(0, w.size, _CHUNK):
         chunk = w[0, start : start + _CHUNK]
         if u32(amax_bits(chunk, dtype)) >= dtype.infinity:
             return start + first_nonfinite(chunk, dtype)
         for i in range(start, start + chunk.size):
-            codes[0, i] = _code(w[0, i], scale, dtype, rounding)
+            codes[0, i] = _signed_code(w[0, i], scale, dtype, rounding)
     return -1
 
 
@@ -196,7 +221,7 @@ def _decode(
 
 
 def _operand(w: NDArray[Any], dtype: str) -> tuple[NDArray[Any], Float]:
-    """Return what `_code` takes: F16 goes through F32, so that the loop that matters, BF16's, has no step for it."""
+    """Return what `code_of` takes: F16 goes through F32, so that the loop that matters, BF16's, has no step for it."""
     if dtype == "F16":
         wide = np.empty(w.shape, np.uint32)
         widen_tile(w, FLOATS[dtype], wide)
@@ -218,7 +243,7 @@ def _run(
     arithmetic = FLOATS[dtype if reference else "F32"]
     stored = arithmetic if scale_dtype is None else FLOATS[scale_dtype]
     bits, operand = _operand(w, dtype)
-    return int(kernel(bits, operand, _rounding(arithmetic), power_of_two, codes, scales, stored, *amax))
+    return int(kernel(bits, operand, rounding_to(arithmetic), power_of_two, codes, scales, stored, *amax))
 
 
 def encode_channel(
