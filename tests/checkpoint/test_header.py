@@ -13,12 +13,12 @@ from safetensors.numpy import save
 
 from checkpoint.folders import DTYPE_NAMES, Arrays, arrays, noise
 from requant.checkpoint.dtypes import DTYPES, payload_bytes
-from requant.checkpoint.header import encode_header, parse_header
+from requant.checkpoint.header import _plain_header, encode_header, parse_header
 from requant.errors import CheckpointError, Problem
 
 
-def file_of(header: Any, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+def file_of(header: Any, data: bytes = b"", separators: tuple[str, str] = (",", ":")) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=separators).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
@@ -60,6 +60,40 @@ def test_tensors_come_in_file_order_whatever_the_json_says() -> None:
     blob = file_of({"b": entry("U8", [2], 2, 4), "e": entry("U8", [0], 2, 2), "a": entry("U8", [2], 0, 2)}, b"aabb")
     assert library_accepts(blob)
     assert [ref.name for ref in parse_header("m", blob, len(blob)).tensors] == ["a", "e", "b"]
+
+
+@given(arrays(), st.none() | st.dictionaries(st.text(), st.text(), min_size=1, max_size=1))
+def test_the_short_way_through_a_plain_header_leads_to_the_same(
+    tensors: Arrays, metadata: dict[str, str] | None
+) -> None:
+    blob = save(tensors, metadata)
+    end = 8 + int.from_bytes(blob[:8], "little")
+    spaced = file_of(json.dumps(json.loads(blob[8:end])).encode(), blob[end:])
+    short, long = parse_header("m", blob, len(blob)), parse_header("m", spaced, len(spaced))
+    shift = long.data_start - short.data_start
+    assert [ref._replace(offset=ref.offset + shift) for ref in short.tensors] == long.tensors
+    assert short.metadata == long.metadata
+    text = "".join([*tensors, *(metadata or {}), *(metadata or {}).values()])
+    if tensors and text.isprintable() and not set('"\\}') & set(text):
+        assert _plain_header("m", blob[:end], len(blob)) == short
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":1,"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},}',
+        b'{"b":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}',
+        b'{"b":{"dtype":"U8","shape":[1,],"data_offsets":[0,1]}}',
+        b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}',
+        b'{"b\n":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"__metadata__":{"a":"1",},"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+    ],
+)
+def test_what_is_almost_a_plain_header_is_refused(header: bytes) -> None:
+    blob = file_of(header, b"x")
+    assert not library_accepts(blob)
+    assert refusal(blob)
 
 
 def test_only_the_header_is_needed_and_decides_the_digest() -> None:
@@ -180,6 +214,8 @@ def test_a_bad_tensor_is_named_with_its_file(bad: Any) -> None:
     problem = refusal(blob)[0]
     assert (problem.code, problem.module) == ("header-invalid", "bad")
     assert "model.safetensors" in problem.message
+    spaced = file_of({"bad": bad}, b"x", separators=(", ", ": "))
+    assert refusal(spaced) == refusal(blob)
 
 
 @pytest.mark.parametrize(
