@@ -15,10 +15,11 @@ from requant.formats.mxfp4 import Mxfp4
 from requant.formats.mxfp8 import Mxfp8
 from requant.formats.nvfp4 import Nvfp4
 from requant.formats.packed_int import PackedInt
-from requant.formats.transcode_dense import TO_DENSE
+from requant.formats.transcode_dense import FP8_AND_MX_TO_DENSE
 from requant.formats.transcode_fp8 import FROM_FP8
 from requant.formats.transcode_mxfp4 import FROM_MXFP4
 from requant.formats.transcode_mxfp8 import FROM_MXFP8
+from requant.formats.transcode_nvfp4 import FROM_NVFP4, NVFP4_TO_DENSE
 
 _FORMATS: tuple[Format, ...] = (
     Dense(),
@@ -35,8 +36,13 @@ _FORMATS: tuple[Format, ...] = (
 FORMATS: Mapping[str, Format] = MappingProxyType({format_.name: format_ for format_ in _FORMATS})
 """Name → format; grouped integers, of which there are many, are made by `format_named`."""
 
-EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType({**FROM_FP8, **FROM_MXFP4, **FROM_MXFP8})
+EXACT_ROUTES: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
+    {**FROM_FP8, **FROM_MXFP4, **FROM_MXFP8, **FROM_NVFP4}
+)
 """(source format, target format) → the exact route between them; those to unquantized weights are in `TO_DENSE`."""
+
+TO_DENSE: Mapping[tuple[str, str], ExactRoute] = MappingProxyType({**FP8_AND_MX_TO_DENSE, **NVFP4_TO_DENSE})
+"""(source format, dtype of the unquantized weight) → the exact route between them."""
 
 
 @lru_cache(maxsize=256)

@@ -26,14 +26,15 @@ def exponents_of(scales: Tile) -> NDArray[np.int32]:
     return exponents
 
 
-def pool_of_powers(largest: int | None) -> Pool:
+def pool_of_powers(largest: int | None, part: int = 0) -> Pool:
     """Return the pool that finds 0 if every scale of a weight is a positive power of two, otherwise 1.
 
-    With ``largest``, those outside 2^-largest to 2^largest do not count as such either.
+    With ``largest``, those outside 2^-largest to 2^largest do not count as such either. ``part`` is the place of
+    the scales among a format's parts but the payload.
     """
 
     def odd(scales: Sequence[Tile]) -> float:
-        mantissas, exponents = np.frexp(_values(scales[0]))
+        mantissas, exponents = np.frexp(_values(scales[part]))
         power = mantissas == 0.5
         if largest is not None:
             power &= abs(exponents - 1) <= largest

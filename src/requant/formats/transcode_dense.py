@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from requant.formats.base import Format, Tile
 from requant.formats.dense import VALUE_DTYPES
 from requant.formats.exact import ExactRoute, Pool
-from requant.formats.fp8 import BLOCK, Fp8Block, Fp8Channel
+from requant.formats.fp8 import BLOCK, Fp8Block, Fp8Channel, Fp8Tensor
 from requant.formats.mxfp4 import GROUP, Mxfp4
 from requant.formats.mxfp8 import Mxfp8
 from requant.formats.powers import exponents_of, pool_of_powers, wide
@@ -33,7 +33,7 @@ class _Source(NamedTuple):
     """A format with power-of-two scales.
 
     ``values`` [256, codes per byte] of a payload's byte; ``region`` (rows, bytes of the payload) that share a scale,
-    0 for all of a row; ``least`` and ``most`` the exponents of the smallest value and of the largest; ``exponents``
+    0 for all of a tile; ``least`` and ``most`` the exponents of the smallest value and of the largest; ``exponents``
     those of the scales; ``pool`` tells whether they are powers of two.
     """
 
@@ -64,12 +64,12 @@ def _route(source: _Source, dtype: str) -> ExactRoute:
         exponents = source.exponents(parts[1])
         least = int(exponents.min())
         lost = _lost(source.values, np.arange(least, int(exponents.max()) + 1), dtype)
-        step = width or payload.shape[1]
+        step, band_rows = width or payload.shape[1], height or payload.shape[0]
         starts = np.arange(0, payload.shape[1], step)
         widths = np.diff(starts, append=payload.shape[1]) * source.format.packing
         count = 0
         for band in bands:
-            rows = payload[band * height : band * height + height]
+            rows = payload[band * band_rows : band * band_rows + band_rows]
             row_of = (exponents[band] - least).repeat(step)[: rows.shape[1]]
             regions = np.logical_or.reduceat(lost[row_of, rows].any(axis=0), starts)
             count += int(widths[regions].sum()) * rows.shape[0]
@@ -102,10 +102,11 @@ _SOURCES = (
     _Source(Mxfp4(), _E2M1, (1, GROUP // 2), -1, 2, _byte_exponents, None),
     _Source(Mxfp8(), _E4M3, (1, GROUP), -9, 8, _byte_exponents, None),
     _Source(Fp8Channel(), _E4M3, (1, 0), -9, 8, exponents_of, pool_of_powers(None)),
+    _Source(Fp8Tensor(), _E4M3, (0, 0), -9, 8, exponents_of, pool_of_powers(None)),
     _Source(Fp8Block(), _E4M3, (BLOCK, BLOCK), -9, 8, exponents_of, pool_of_powers(None)),
 )
 
-TO_DENSE: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
+FP8_AND_MX_TO_DENSE: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
     {(source.format.name, dtype): _route(source, dtype) for source in _SOURCES for dtype in _RANGE}
 )
 """(source format, dtype of the unquantized weight) → the exact route between them."""

@@ -35,8 +35,8 @@ class Route:
 
     @property
     def kind(self) -> RouteKind:
-        """How the route is counted."""
-        return self.arithmetic if self.exact is None else "exact"
+        """How the route is counted: as exact only where that is certain before a byte is read."""
+        return "exact" if self.exact is not None and self.exact.holds is None else self.arithmetic
 
     @property
     def decodes(self) -> bool:
