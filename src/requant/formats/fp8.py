@@ -1,8 +1,10 @@
 """FP8 E4M3 codes with one scale per output channel, per 128x128 block or per tensor: W = code * scale.
 
-Scales are stored in the dtype of the tile that they are written to. ModelOpt's FP8 is the reference arithmetic with
-an F32 scale: ``scale = f32(amax / 448)``, ``code = e4m3(rnd(w / scale))`` with rnd() to the weight's dtype (its scale
-has no dimensions, and so does not promote the quotient). Its FP8 per channel divides in float32.
+Scales are stored in the dtype of the tile that they are written to. ModelOpt (0.47) writes F32 scales, f32(amax / 448).
+Its FP8 per tensor is the reference arithmetic with such a scale: ``code = e4m3(rnd(w / scale))`` with rnd() to the
+weight's dtype, since a scale without dimensions does not promote the quotient. Its FP8 per channel and per block
+(FP8_PB_WO) are the float32 arithmetic. Only zeros differ: ModelOpt gives a channel of zeros scale 1, and a tensor of
+zeros scale 0 and NaN codes; here both have the eps of the scale's dtype.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def encode(
     ``w``: bits of ``dtype`` [rows, cols]; written: ``codes`` E4M3 [rows, cols] and ``scales``, bits of ``scale_dtype``,
     one per block. A block's scale and codes are those of `fp8.encode_channel` and `fp8.encode_block`, or if that is
     better, the best scale that was found, rounded to ``scale_dtype``, and the codes nearest to ``w / scale`` whatever
-    the arithmetic: with its rounded quotients, a fifth to a half of what the search gains would be lost again.
+    the arithmetic: rounded quotients would lose 0.05 dB again, a tenth to a third of what the search gains.
 
     ``errors`` [2], if given, gets added the sum of ``(w - code * scale)^2`` over all blocks without and with search.
     Returns the flat index of the first NaN or infinity in ``w`` (the outputs are then meaningless), or -1.
