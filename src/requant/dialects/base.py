@@ -62,13 +62,16 @@ class Dialect:
 
     ``spellings``: storage format → its parts in the format's order; grouped integers of all widths and groups are
     there as "int" and "int-asym". ``input_scales``: format → activation scale. ``formats``: a scheme's format →
-    the one that this dialect has in its place.
+    the one that this dialect has in its place. ``scale_dtype``: that of float scales, if it is not the weights'.
+    ``float32``: formats that are encoded in float32, whatever arithmetic is asked for.
     """
 
     name: str
     spellings: Mapping[str, tuple[Spelling, ...]]
     input_scales: Mapping[str, InputScale] = field(default_factory=lambda: MappingProxyType({}))
     formats: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    scale_dtype: str | None = None
+    float32: frozenset[str] = frozenset()
 
     def spelling(self, format_name: str) -> tuple[Spelling, ...] | None:
         """Return how the parts of a format are written; None where this dialect has no way to."""

@@ -14,4 +14,5 @@ FP8 = Dialect(
             "fp8-block": (Spelling("weight"), Spelling("weight_scale_inv", ("F8_E8M0",))),
         }
     ),
+    scale_dtype="F32",
 )

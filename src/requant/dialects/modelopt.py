@@ -31,4 +31,6 @@ MODELOPT = Dialect(
         }
     ),
     MappingProxyType({"nvfp4": "nvfp4-scale2"}),
+    scale_dtype="F32",
+    float32=frozenset({"fp8-block"}),
 )

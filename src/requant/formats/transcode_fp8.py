@@ -11,15 +11,16 @@ from requant.formats.base import Tile
 from requant.formats.exact import ExactRoute, lossless
 from requant.formats.fp8 import BLOCK
 from requant.formats.mxfp8 import GROUP
-from requant.formats.powers import exponents_of, pool_of_powers
+from requant.formats.powers import exponents_of, pool_of_powers, wide
 
 _E8M0_RANGE = 127
 
 
 def _broadcast(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> int:
-    """Copy the codes, repeat the scale; the target keeps scales in the source's dtype."""
+    """Copy the codes, repeat the scale; the target's is of the same dtype, or F32."""
     target[0].bits[:] = source[0].bits
-    target[1].bits[:] = source[1].bits.reshape(())
+    scale = source[1] if source[1].dtype == target[1].dtype else wide(source[1])
+    target[1].bits[:] = scale.bits.reshape(())
     return 0
 
 
@@ -47,4 +48,4 @@ FROM_FP8: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
         ("fp8-channel", "mxfp8"): _to_mxfp8(block=False),
     }
 )
-"""(FP8 format, target format) → the exact route. A broadcast's scales must have the dtype of the source's."""
+"""(FP8 format, target format) → the exact route."""

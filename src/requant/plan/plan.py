@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     ``outputs`` are the suffix of each part's name, and its dtype, shape and bytes.
     """
 
-    scheme: str
+    target: Target
     route: Route
     parts: tuple[Part, ...]
     outputs: tuple[tuple[str, tuple[str, tuple[int, ...], int]], ...]
@@ -110,7 +110,7 @@ class Plan:
             "bytes_shared": shared,
             "tensors_in": self.checkpoint.tensor_count,
             "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
-            "converted": dict(Counter(job.kind.scheme for job in jobs)),
+            "converted": dict(Counter(job.kind.target.scheme.name for job in jobs)),
             "routes": dict(Counter(job.kind.route.kind for job in jobs)),
             "kept": self.kept,
             "kept_reasons": self.kept_reasons,
@@ -164,7 +164,23 @@ def _jobs(selection: Selection, recipe: Recipe, dialect: Dialect, dtype: str, gr
             if kind is None:
                 kind = kinds[key] = _kind(weight, target, recipe, dialect, dtype)
             jobs.append(Job(weight, kind, groups.get(weight.module, "") if groups else ""))
-    return jobs
+    return _agreed(jobs, partial(_rounded, recipe, dialect, dtype)) if groups else jobs
+
+
+def _agreed(jobs: list[Job], rounded: Callable[[Job], Job]) -> list[Job]:
+    """Let a fused group take one kind of route: an exact one and another do not pool the same number."""
+    kinds: dict[str, set[bool]] = {}
+    for job in jobs:
+        if job.group:
+            kinds.setdefault(job.group, set()).add(job.kind.route.exact is None)
+    torn = {group for group, found in kinds.items() if len(found) > 1}
+    return [rounded(job) if job.group in torn else job for job in jobs] if torn else jobs
+
+
+def _rounded(recipe: Recipe, dialect: Dialect, dtype: str, job: Job) -> Job:
+    """Return the job without an exact route."""
+    rule = replace(job.kind.target.rule, exact="off")
+    return job._replace(kind=_kind(job.weight, replace(job.kind.target, rule=rule), recipe, dialect, dtype))
 
 
 def _kind(weight: Weight, target: Target, recipe: Recipe, dialect: Dialect, dtype: str) -> Kind:
@@ -177,7 +193,7 @@ def _kind(weight: Weight, target: Target, recipe: Recipe, dialect: Dialect, dtyp
         shape = spelled.shape(part.shape)
         nbytes = payload_bytes(part.dtype, shape)
         outputs.append((f".{spelled.suffix}", (part.dtype, shape, nbytes)))
-    return Kind(target.scheme.name, route, parts, tuple(outputs))
+    return Kind(target, route, parts, tuple(outputs))
 
 
 def _unheld(jobs: Iterable[Job]) -> list[Problem]:

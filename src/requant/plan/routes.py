@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from requant.dialects import DIALECTS
 from requant.dialects.recognise import DEFAULT_DTYPE, Weight
 from requant.formats import EXACT_ROUTES, NUMPY_BITS, TO_DENSE, ExactRoute, Format, ScaleRule, format_named
 from requant.recipe.recipe import Arithmetic, Exact, Recipe
@@ -63,26 +64,37 @@ def route_of(weight: Weight, target: str, exact: Exact, recipe: Recipe, dtype: s
     Under ``reference`` a quantized source is decoded to that dtype first, as LLM Compressor's dequantizer
     does; under ``float32`` it is not rounded on the way, and the scales stay F32.
     """
-    return _route(weight.format, weight.dtype, target, exact, recipe.arithmetic, recipe.scale, dtype)
+    dialect = DIALECTS[recipe.dialect]
+    arithmetic: Arithmetic = "float32" if target in dialect.float32 else recipe.arithmetic
+    through = weight.dtype if weight.format == "dense" else ("F32" if recipe.arithmetic == "float32" else dtype)
+    settings = recipe.scale, dialect.scale_dtype, exact
+    return _route(weight.format, weight.dtype, target, through, arithmetic, *settings)
 
 
 @lru_cache(maxsize=256)
 def _route(
-    source: str, stored: str, target: str, exact: Exact, arithmetic: Arithmetic, scale: ScaleRule, dtype: str
+    source: str,
+    stored: str,
+    target: str,
+    through: str,
+    arithmetic: Arithmetic,
+    scale: ScaleRule,
+    wanted: str | None,
+    exact: Exact,
 ) -> Route:
-    dense = source == "dense"
-    through = stored if dense else ("F32" if arithmetic == "float32" else dtype)
     shortcut = None
     if exact != "off":
         shortcut = TO_DENSE.get((source, DEFAULT_DTYPE)) if target == "dense" else EXACT_ROUTES.get((source, target))
-    if shortcut is not None and shortcut.holds is not None and arithmetic == "reference" and stored != dtype:
-        shortcut = None  # its scales and those of weights that do not qualify would have two dtypes
+    if shortcut is not None and shortcut.holds is not None and through == "F16":
+        shortcut = None  # the scales of weights that qualify need not be in F16's range
     if target == "dense":
         scale_dtype = DEFAULT_DTYPE
-    elif arithmetic == "float32" and (shortcut is None or source in MICROSCALED):
-        scale_dtype = "F32"
+    elif wanted is not None:
+        scale_dtype = wanted
+    elif shortcut is None or shortcut.holds is not None:
+        scale_dtype = "F32" if arithmetic == "float32" else through
     else:
-        scale_dtype = through if shortcut is None else stored
+        scale_dtype = "F32" if arithmetic == "float32" and source in MICROSCALED else stored
     required = exact == "required" and source in MICROSCALED
     ends = format_named(source), format_named(target)
     return Route(*ends, through, scale_dtype, arithmetic, scale, shortcut, required)
