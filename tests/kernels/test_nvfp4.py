@@ -44,7 +44,7 @@ def expected(w, rounding, scale, divides):
 def encode(w, dtype, rounding, scale, divides):
     packed = np.empty((w.shape[0], w.shape[1] // 2), np.uint8)
     scales = np.empty((w.shape[0], w.shape[1] // 16), np.uint8)
-    return nvfp4.encode(w, dtype, rounding, scale, divides, packed, scales), packed, scales
+    return nvfp4.encode(w, dtype, rounding, scale, divides, False, packed, scales, None), packed, scales
 
 
 def check(w, dtype, rounding, scale, divides):
@@ -167,3 +167,94 @@ def test_decode(rows, groups, divides, exponent, seed):
         with np.errstate(over="ignore"):
             narrow = want.astype(ml_dtypes.bfloat16) if divides and dtype == "F16" else want
             np.testing.assert_array_equal(out, narrow.astype(target).view(BITS[dtype]))
+
+
+def errors_of(w, dtype, scale, divides, packed, scales):
+    """Each group's summed squared error, in float64."""
+    out = np.empty(w.shape, np.uint32)
+    nvfp4.decode(packed, scales, scale, divides, out, "F32")
+    difference = values(w, dtype).astype(np.float64) - out.view(np.float32)
+    return np.square(difference).reshape(w.shape[0], -1, 16).sum(-1)
+
+
+def search(w, dtype, rounding, scale, divides):
+    _, packed, scales = encode(w, dtype, rounding, scale, divides)
+    found, sums = (np.empty_like(packed), np.empty_like(scales)), np.ones(2)
+    assert nvfp4.encode(w, dtype, rounding, scale, divides, True, *found, sums) == -1
+    before = errors_of(w, dtype, scale, divides, packed, scales)
+    after = errors_of(w, dtype, scale, divides, *found)
+    return before, after, sums - 1, scales.astype(int), found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 200),
+    st.sampled_from(sorted(VALUES)),
+    st.booleans(),
+    st.sampled_from(["gauss", "t2", "grid", "deep"]),
+    st.integers(-3, 3),
+    st.integers(0, 2**32),
+)
+def test_search_is_never_worse(rows, groups, dtype, divides, kind, exponent, seed):
+    rng = np.random.default_rng(seed)
+    shape = rows, groups * 16
+    w = {
+        "gauss": lambda: rng.standard_normal(shape),
+        "t2": lambda: np.clip(rng.standard_t(2, shape), -1e3, 1e3),
+        "grid": lambda: rng.choice([0, -0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -6], shape),
+        "deep": lambda: rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 1, (rows, 1)),
+    }[kind]()
+    w = (w * 2.0**exponent).astype(VALUES[dtype]).view(BITS[dtype])
+    scale, rounding = scale_for(w, dtype, dtype, divides)
+    before, after, sums, first, found = search(w, dtype, rounding, scale, divides)
+    assert (after <= before).all()
+    steps = found[1] - first
+    assert steps.min() >= -1
+    assert steps.max() <= 5
+    assert found[1].max() <= 0x7E
+    np.testing.assert_allclose(
+        sums, [before.sum(), after.sum()], rtol=1e-3, atol=np.square(values(w, dtype).astype(float)).sum() * 1e-10
+    )
+    # The codes are those of the scales taken.
+    by = found[1].view(E4M3).astype(np.float32)
+    by = by / np.float32(scale) if divides else by * np.float32(scale)
+    quotient = np.clip(values(w, dtype).reshape(rows, -1, 16) / by[..., None], np.float32(-6), np.float32(6))
+    codes = (abs(quotient).astype(E2M1).view(np.uint8) | (quotient < 0).astype(np.uint8) << 3).reshape(rows, -1, 2)
+    np.testing.assert_array_equal(found[0], codes[..., 0] | codes[..., 1] << 4)
+
+
+def test_search_finds_the_best_of_its_candidates():
+    rng = np.random.default_rng(11)
+    w = (rng.standard_normal((64, 512)) * 0.02).astype(np.float32)
+    scale, _ = scale_for(w.view(np.uint32), "F32", "F32", True)
+    _, after, _, first, _ = search(w.view(np.uint32), "F32", "F32", scale, True)
+    best = np.full(first.shape, np.inf)
+    for step in range(-1, 6):
+        by = np.clip(first + step, 1, 0x7E).astype(np.uint8).view(E4M3).astype(np.float32) / np.float32(scale)
+        groups = w.reshape(64, -1, 16)
+        quotient = np.clip(groups / by[..., None], -6, 6).astype(E2M1).astype(np.float32)
+        best = np.minimum(best, np.square((quotient * by[..., None] - groups).astype(np.float64)).sum(-1))
+    np.testing.assert_allclose(after, best, rtol=2.0**-7, atol=best.mean() * 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "gain"), [("gauss", 1.2), ("t3", 0.6)])
+def test_search_gains(kind, gain):
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal((256, 1024)) if kind == "gauss" else rng.standard_t(3, (256, 1024))
+    w = (w * 0.02).astype(ml_dtypes.bfloat16).view(np.uint16)
+    scale, rounding = scale_for(w, "BF16", "BF16", True)
+    before, after, _, _, _ = search(w, "BF16", rounding, scale, True)
+    assert 10 * np.log10(before.sum() / after.sum()) > gain
+
+
+def test_search_of_extreme_weights():
+    # The search may find nothing, but harms nothing.
+    rng = np.random.default_rng(2)
+    for exponent in (-140, -126, -100, 100, 124):
+        w = (rng.standard_normal((8, 64)) * 2.0**exponent).astype(np.float32).view(np.uint32)
+        for divides in (True, False):
+            scale, _ = scale_for(w, "F32", "F32", divides)
+            before, after, sums, _, _ = search(w, "F32", "F32", scale, divides)
+            assert (after <= before).all()
+            assert np.isfinite(sums).all()

@@ -54,7 +54,11 @@ class Nvfp4:
         else:
             scale, rounding = nvfp4.multiplier(how.amax), "F32"
         whole.bits.view(np.float32)[:] = scale
-        return nvfp4.encode(weight.bits, weight.dtype, rounding, scale, self.divides, packed.bits, scales.bits)
+        search = how.scale == "mse"
+        bits, dtype, divides = weight.bits, weight.dtype, self.divides
+        return nvfp4.encode(
+            bits, dtype, rounding, scale, divides, search, packed.bits, scales.bits, how.errors if search else None
+        )
 
     def replaces_reference(self, amax: float, dtype: str) -> bool:
         """Tell whether a group of this amax is encoded in float32 although the reference was asked for.

@@ -32,8 +32,14 @@ _SCALE_OF_ZEROS = f32(0.125)
 # The largest G whose reciprocal every engine can represent; for weights so small that 2688 / amax overflows.
 _LARGEST_DIVISOR = f32(2.0**126)
 
-# An error counts as smaller if it is so beyond the rounding of its float32 sum, about 2^-20.
-_SMALLER = f32(1 - 2.0**-18)
+# A search tries the scale codes this far from that of amax, which comes first.
+_STEPS = np.array([0, -1, 1, 2, 3, 4, 5], np.int32)
+# Its float32 quotients are off by up to 2^-20 of a scale, so that an error E, in squared scales, is by less than
+# 2^-10 * E + 2^-23. A scale replaces that of amax only where its error is less in spite of both.
+_DOUBT = f32(2.0**-22)
+_BEYOND_DOUBT = f32(1 - 2.0**-8)
+# Beyond, float32 may not have a scale's inverse: the scale of amax stays.
+_LARGEST_SEARCHED = 2.0**100
 
 
 class _Global(NamedTuple):
@@ -96,6 +102,14 @@ def _split(words: Any, dtype: Float, even: Any, odd: Any, largest: Any) -> None:
 
 
 @kernel
+def _any_from(values: Any, least: Any) -> Any:
+    largest = u32(0)
+    for i in range(values.size):
+        largest = max(largest, values[i])
+    return largest >= least
+
+
+@kernel
 def _halve_by_max(values: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = max(values[2 * i], values[2 * i + 1])
@@ -124,13 +138,14 @@ def _spread(values: Any, twice: Any, fourfold: Any, out: Any) -> None:
 
 @kernel
 def _scale_codes(wanted: Any, codes: Any) -> None:
-    """Write the E4M3 codes of positive float32, at most 448, to the nearest."""
+    """Write the E4M3 codes of positive float32, at most 448, to the nearest, and put their values in their place."""
     for g in range(wanted.size):
         a = min(wanted[g], _E4M3_MAX)
         # Adding 2^(e+20) leaves the multiple of 2^(e-3) in the low bits: see fp8.
         exponent = max(u32(bits_of(a) & u32(0x7F800000)), _E4M3_NORMAL)
-        aligned = bits_of(a + float_of(exponent + u32(20 << 23)))
-        codes[g] = u32(aligned + right(exponent - _E4M3_NORMAL, u32(20)))
+        aligner = float_of(exponent + u32(20 << 23))
+        codes[g] = u32(bits_of(a + aligner) + right(exponent - _E4M3_NORMAL, u32(20)))
+        wanted[g] = (a + aligner) - aligner
 
 
 @kernel
@@ -154,75 +169,197 @@ def _wanted_scales(amax: Any, scale: _Global, rounding: Float, rounded: Any, wan
 
 
 @kernel
+def _apply_global(scales: Any, scale: _Global) -> None:
+    """Make of each scale what its group's E2M1 values are multiplied by, ``s / G`` or ``s * scale_2``."""
+    if scale.divides:
+        for g in range(scales.size):
+            scales[g] = scales[g] / scale.value
+    else:
+        for g in range(scales.size):
+            scales[g] = scales[g] * scale.value
+
+
+@kernel
 def _group_scales(codes: Any, scale: _Global, out: Any) -> None:
-    """Write what each group's E2M1 values are multiplied by, ``s / G`` or ``s * scale_2``."""
+    """Write what the E2M1 values of each group are multiplied by, given its scale's code."""
     for g in range(codes.size):
         out[g] = _SCALES[codes[g]]
-    if scale.divides:
-        for g in range(codes.size):
-            out[g] = out[g] / scale.value
-    else:
-        for g in range(codes.size):
-            out[g] = out[g] * scale.value
+    _apply_global(out, scale)
 
 
 @kernel
-def _aligner(a: Any) -> Any:
-    """Return 2^(e+22) for a float32 of exponent e: added, it rounds to a multiple of 2^(e-1), E2M1's step."""
-    return float_of(max(u32(bits_of(a) & u32(0x7F800000)), _ONE) + u32(22 << 23))
-
-
-@kernel
-def _code(value: Any, scale: Any) -> Any:
-    """Return the E2M1 code of ``value / scale``; ties go to even codes. A quotient of zero has no sign."""
-    quotient = value / scale
+def _code(quotient: Any) -> Any:
+    """Return the E2M1 magnitude code of a float32 in the low 3 bits of a word; ties go to even codes."""
     a = min(abs(quotient), _E2M1_MAX)
-    aligner = bits_of(_aligner(a))
-    # The multiple, 2 to 4, is in the low bits; a code is 2 less than it, plus 2 for each binade.
-    aligned = bits_of(a + float_of(aligner))
-    code = u32(aligned + right(aligner - u32(149 << 23), u32(22))) & u32(7)
-    return code | (u32(8) if quotient < f32(0) else u32(0))
+    exponent = max(u32(bits_of(a) & u32(0x7F800000)), _ONE)
+    # Adding 2^(e+22) to a value of exponent e leaves its multiple of 2^(e-1), 2 to 4, in the low bits: the code, but
+    # for 2 per binade above 1. That is what the exponent's bits add, less 2 (127 = -1 in 7 bits), made up for here.
+    aligned = bits_of(a + float_of(exponent + u32((22 << 23) + 2)))
+    return aligned + right(exponent, u32(22))
 
 
 @kernel
-def _codes(even: Any, odd: Any, scales: Any, packed: Any) -> None:
+def _codes(even: Any, odd: Any, scales: Any, pairs: Any) -> None:
+    """Write each pair of codes to the low byte of a word. A quotient of zero has no sign."""
+    for i in range(pairs.size):
+        low, high = even[i] / scales[i], odd[i] / scales[i]
+        signs = (u32(0x08) if low < f32(0) else u32(0)) | (u32(0x80) if high < f32(0) else u32(0))
+        pairs[i] = signs | (_code(low) & u32(0x07)) | (left(_code(high), u32(4)) & u32(0x70))
+
+
+@kernel
+def _bytes(pairs: Any, packed: Any) -> None:
+    # Narrowing in the loop above would be done on every operand there.
     for i in range(packed.size):
-        packed[i] = _code(even[i], scales[i]) | left(_code(odd[i], scales[i]), u32(4))
+        packed[i] = pairs[i]
 
 
 @kernel
-def _encode(words: Any, dtype: Float, rounding: Float, scale: _Global, packed: Any, scales: Any) -> Any:
+def _round_errors(even: Any, odd: Any, inverses: Any, out: Any) -> None:
+    """Write each pair's sum of squared rounding errors, in units of its group's scale."""
+    for i in range(out.size):
+        low, high = abs(even[i]) * inverses[i], abs(odd[i]) * inverses[i]
+        a, b = min(low, _E2M1_MAX), min(high, _E2M1_MAX)
+        # As in `_code`, for the value instead of the code.
+        aligner_a = float_of(max(u32(bits_of(a) & u32(0x7F800000)), _ONE) + u32(22 << 23))
+        aligner_b = float_of(max(u32(bits_of(b) & u32(0x7F800000)), _ONE) + u32(22 << 23))
+        error_a = low - ((a + aligner_a) - aligner_a)
+        error_b = high - ((b + aligner_b) - aligner_b)
+        out[i] = error_a * error_a + error_b * error_b
+
+
+@kernel
+def _candidates(codes: Any, step: Any, inverse_global: Any, values: Any, inverses: Any) -> None:
+    """Write the scales ``step`` codes further (the same where E4M3 ends), and what divides by them."""
+    for g in range(codes.size):
+        code = np.int32(codes[g]) + step
+        values[g] = _SCALES[code if 1 <= code <= _LARGEST_SCALE else np.int32(codes[g])]
+    for g in range(codes.size):
+        inverses[g] = inverse_global / values[g]
+
+
+@kernel
+def _in_scales(errors: Any, values: Any) -> None:
+    """Bring errors from squared scales to a unit that all scales of the weight share."""
+    for g in range(errors.size):
+        errors[g] = errors[g] * values[g] * values[g]
+
+
+@kernel
+def _keep_better(errors: Any, values: Any, best: Any, best_values: Any) -> None:
+    for g in range(errors.size):
+        error = (errors[g] + _DOUBT) * values[g] * values[g]
+        better = error < best[g]
+        best[g] = error if better else best[g]
+        best_values[g] = values[g] if better else best_values[g]
+
+
+@kernel
+def _sum(values: Any) -> Any:
+    total = 0.0
+    for g in range(values.size):
+        total += np.float64(values[g])
+    return total
+
+
+class _Search(NamedTuple):
+    """What `_search` works in, for one chunk."""
+
+    values: NDArray[np.float32]
+    inverses: NDArray[np.float32]
+    best: NDArray[np.float32]
+    pairs: NDArray[np.float32]
+    halves: NDArray[np.float32]
+    quarters: NDArray[np.float32]
+    groups: NDArray[np.float32]
+
+
+@kernel
+def _search(
+    even: Any, odd: Any, scale: _Global, twice: Any, fourfold: Any, spread: Any, work: _Search, codes: Any, found: Any
+) -> Any:
+    """Write to ``found`` the scales, from those of q - 1 to q + 5, q in ``codes``, with the least squared errors.
+
+    Returns the summed errors of the scales in ``codes`` and of those found.
+    """
+    n = codes.size
+    values, inverses, best = work.values[:n], work.inverses[:n], work.best[:n]
+    pairs, halves = work.pairs[: n * _PAIRS], work.halves[: n * 4]
+    quarters, groups = work.quarters[: n * 2], work.groups[:n]
+    inverse_global = scale.value if scale.divides else f32(1) / scale.value
+    unit = 1 / np.float64(inverse_global)
+    first = 0.0
+    for attempt in range(_STEPS.size):
+        _candidates(codes, _STEPS[attempt], inverse_global, values, inverses)
+        _spread(inverses.view(np.uint32), twice, fourfold, spread)
+        _round_errors(even, odd, spread.view(np.float32), pairs)
+        _halve_by_sum(pairs, halves)
+        _halve_by_sum(halves, quarters)
+        _halve_by_sum(quarters, groups)
+        if attempt:
+            _keep_better(groups, values, best, found)
+        else:
+            _in_scales(groups, values)
+            first = _sum(groups)
+            for g in range(n):
+                found[g] = values[g]
+                best[g] = groups[g] * _BEYOND_DOUBT
+    for g in range(n):
+        # What nothing beat has its first error, the others have a little too much.
+        best[g] = best[g] / _BEYOND_DOUBT if found[g] == _SCALES[codes[g]] else best[g]
+    return first * unit * unit, _sum(best) * unit * unit
+
+
+@kernel
+def _encode(
+    words: Any, dtype: Float, rounding: Float, scale: _Global, search: bool, packed: Any, scales: Any, errors: Any
+) -> Any:
     """Return -1, or the first group of the chunk in which a value is not finite."""
-    even = np.empty(_CHUNK * _PAIRS, np.uint32)
-    odd = np.empty(_CHUNK * _PAIRS, np.uint32)
+    even = np.empty(_CHUNK * _PAIRS, np.float32)
+    odd = np.empty(_CHUNK * _PAIRS, np.float32)
     largest = np.empty(_CHUNK * _PAIRS, np.uint32)
     halves = np.empty(_CHUNK * 4, np.uint32)
     quarters = np.empty(_CHUNK * 2, np.uint32)
     amax = np.empty(_CHUNK, np.uint32)
-    wanted = np.empty(_CHUNK, np.float32)
+    factors = np.empty(_CHUNK, np.float32)
     twice = np.empty(_CHUNK, np.uint64)
     fourfold = np.empty(_CHUNK * 2, np.uint64)
     spread = np.empty(_CHUNK * 4, np.uint64)
+    room = _CHUNK if search else 0
+    work = _Search(
+        np.empty(room, np.float32),
+        np.empty(room, np.float32),
+        np.empty(room, np.float32),
+        np.empty(room * _PAIRS, np.float32),
+        np.empty(room * 4, np.float32),
+        np.empty(room * 2, np.float32),
+        np.empty(room, np.float32),
+    )
     infinity = bits_of(magnitude(dtype.infinity, dtype))
     words_per_group = GROUP if dtype.shift == u32(0) else _PAIRS
     for first in range(0, scales.size, _CHUNK):
         n = min(scales.size - first, _CHUNK)
-        chunk = words[first * words_per_group : (first + n) * words_per_group]
         pairs = n * _PAIRS
-        _split(chunk, dtype, even[:pairs], odd[:pairs], largest[:pairs])
-        _halve_by_max(largest[:pairs], halves[: n * 4])
+        low, high, larger = even[:pairs], odd[:pairs], largest[:pairs]
+        chunk = words[first * words_per_group : (first + n) * words_per_group]
+        _split(chunk, dtype, low.view(np.uint32), high.view(np.uint32), larger)
+        _halve_by_max(larger, halves[: n * 4])
         _halve_by_max(halves[: n * 4], quarters[: n * 2])
         _halve_by_max(quarters[: n * 2], amax[:n])
-        if amax[:n].max() >= infinity:
+        if _any_from(amax[:n], infinity):
             return first
-        _wanted_scales(amax[:n], scale, rounding, largest[:n], wanted[:n])
-        codes = scales[first : first + n]
-        _scale_codes(wanted[:n], codes)
-        _group_scales(codes, scale, wanted[:n])
-        _spread(wanted[:n].view(np.uint32), twice[:n], fourfold[: n * 2], spread[: n * 4])
-        values = spread[: n * 4].view(np.float32)
-        out = packed[first * _PAIRS : (first + n) * _PAIRS]
-        _codes(even[:pairs].view(np.float32), odd[:pairs].view(np.float32), values, out)
+        codes, by = scales[first : first + n], factors[:n]
+        _wanted_scales(amax[:n], scale, rounding, larger[:n], by)
+        _scale_codes(by, codes)
+        if search:
+            before, after = _search(low, high, scale, twice[:n], fourfold[: n * 2], spread[: n * 4], work, codes, by)
+            errors[0] += before
+            errors[1] += after
+            _scale_codes(by, codes)
+        _apply_global(by, scale)
+        _spread(by.view(np.uint32), twice[:n], fourfold[: n * 2], spread[: n * 4])
+        _codes(low, high, spread[: n * 4].view(np.float32), larger)
+        _bytes(larger, packed[first * _PAIRS : (first + n) * _PAIRS])
     return -1
 
 
@@ -270,8 +407,10 @@ def encode(
     rounding: str,
     global_scale: float,
     divides: bool,
+    search: bool,
     packed: NDArray[np.uint8],
     scales: NDArray[np.uint8],
+    errors: NDArray[np.float64] | None,
 ) -> int:
     """Encode a tile of bits of ``dtype`` [rows, cols], cols % 16 = 0, whose float scale is given.
 
@@ -280,6 +419,10 @@ def encode(
     ``s = e4m3(amax / (6 * scale_2))``, at least 2^-9, 1 for a group of zeros, and codes are those of
     ``w / (s * scale_2)``. Codes are rounded to nearest even; what is negative and rounds to zero keeps its sign.
 
+    ``search``: of the scales from one E4M3 code below that to five above, take the one with the least squared error
+    of its group; to ``errors``, float64 [2] if given, are added the sums for the first scales and for those taken.
+    There is no search where the float scale is beyond 2^100 either way.
+
     Written: ``packed`` [rows, cols / 2], even column in the low nibble, and ``scales`` E4M3 [rows, cols / 16].
 
     Returns the flat index of the first NaN or infinity (the outputs are then meaningless), or -1.
@@ -287,7 +430,10 @@ def encode(
     flat = w.reshape(-1)
     scale = _Global(f32(global_scale), np.bool_(divides))
     words = flat.view(np.uint32)
-    chunk = _encode(words, FLOATS[dtype], FLOATS[rounding], scale, packed.reshape(-1), scales.reshape(-1))
+    search = search and 1 / _LARGEST_SEARCHED < global_scale < _LARGEST_SEARCHED
+    sums = np.zeros(2) if errors is None else errors
+    flat_packed, flat_scales = packed.reshape(-1), scales.reshape(-1)
+    chunk = _encode(words, FLOATS[dtype], FLOATS[rounding], scale, search, flat_packed, flat_scales, sums)
     if chunk < 0:
         return -1
     start = int(chunk) * GROUP
