@@ -41,6 +41,9 @@ class JobState:
                 self.scales = tuple(
                     np.empty(part.shape if part.rows else (1, *part.shape), NUMPY_BITS[part.dtype]) for part in parts
                 )
+                for part, scale in zip(parts, self.scales, strict=True):
+                    if part.spells == "I64":
+                        scale[:] = self.job.weight.shape
 
 
 def start_job(job: Job, starts: Mapping[str, int]) -> JobState:

@@ -30,5 +30,8 @@ class Int8Channel:
         """Scale every row so that its largest magnitude becomes 127.5, or as ``how.scale`` says."""
         from requant.kernels import ints
 
-        codes, scales = parts
-        return ints.encode(weight.bits, weight.dtype, how.reference, ints.INT8, codes.bits, scales.bits)
+        codes, scales = (part.bits for part in parts)
+        search = how.scale == "mse"
+        return ints.encode(
+            weight.bits, weight.dtype, how.reference, ints.INT8, codes, scales, search=search, errors=how.errors
+        )

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from requant.formats.base import Encoding, Part, Tile, ceil_div
 
 WORD = 32
@@ -73,13 +71,19 @@ class PackedInt:
         """Multiply every code, less its zero point, by its group's scale."""
         from requant.kernels import ints
 
-        words, scales, *zeros = (part.bits for part in parts[:-1])
-        ints.decode(words, scales, parts[1].dtype, ints.PACKED[self.bits], out.bits, out.dtype, *zeros)
+        words, scales = parts[:2]
+        zeros = None if self.symmetric else parts[2].bits
+        ints.decode(words.bits, scales.bits, scales.dtype, ints.PACKED[self.bits], out.bits, out.dtype, zeros)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every group so that its values fill the codes, or as ``how.scale`` says; write ``how.shape``."""
         from requant.kernels import ints
 
-        words, scales, *zeros = (part.bits for part in parts[:-1])
-        np.copyto(parts[-1].bits.reshape(-1), np.array(how.shape, np.uint64))
-        return ints.encode(weight.bits, weight.dtype, how.reference, ints.PACKED[self.bits], words, scales, *zeros)
+        words, scales = parts[0].bits, parts[1].bits
+        zeros = None if self.symmetric else parts[2].bits
+        parts[-1].bits.reshape(-1)[:] = how.shape
+        search = how.scale == "mse"
+        kind = ints.PACKED[self.bits]
+        return ints.encode(
+            weight.bits, weight.dtype, how.reference, kind, words, scales, zeros, search=search, errors=how.errors
+        )

@@ -129,11 +129,21 @@ def _to_nvfp4(divides: bool) -> ExactRoute:
     return ExactRoute(transcode, suspects, over_span, Pool(_bound, _largest))
 
 
+def _to_int8(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> int:
+    from requant.kernels import ints
+
+    packed, exponents = source
+    words, scales = target[:2]  # the third, the shape of the whole weight, is not a tile's to know
+    ints.from_mxfp4(packed.bits, exponents.bits, words.bits, scales.bits, scales.dtype)
+    return 0
+
+
 FROM_MXFP4: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
     {
         ("mxfp4", "fp8-block"): _to_fp8(block=True),
         ("mxfp4", "fp8-channel"): _to_fp8(block=False),
         ("mxfp4", "fp8-tensor"): _to_fp8_tensor(),
+        ("mxfp4", "int8-g32"): lossless(_to_int8),
         ("mxfp4", "mxfp8"): lossless(_to_mxfp8),
         ("mxfp4", "nvfp4"): _to_nvfp4(divides=True),
         ("mxfp4", "nvfp4-scale2"): _to_nvfp4(divides=False),

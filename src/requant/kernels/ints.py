@@ -15,8 +15,14 @@ from .jit import bits_of, float_of, kernel, left, right
 
 # float32 values from 2^23 to 2^24 lie 1 apart: the low bits of one are an integer, and adding one rounds to integers.
 _2_23 = f32(2**23)
-_FIRST_WHOLE = u32(0x4B000000)  # the bits of 2^23
-_WHOLE = f32(1.5 * 2**23)  # keeps apart from the ends on both sides
+_2_23_BITS = u32(0x4B000000)
+_WHOLE = f32(1.5 * 2**23)  # half-way, for integers of both signs
+
+# float32 values from 512 to 1024 lie 2^-14 apart.
+_512 = f32(512)
+_512_BITS = u32(0x44000000)
+_SUMMED = 256
+"""As many multiples of 2^-14 below 512 do not overflow 32 bits when summed."""
 
 
 class Integers(NamedTuple):
@@ -34,13 +40,21 @@ class Integers(NamedTuple):
 
 
 def _integers(bits: int, offset: int) -> Integers:
-    # From 1.5 * 2^23 on, to 2^24, the gap between float32 values is 1.
     half = 2 ** (bits - 1)
-    return Integers(u32(bits), f32(-half), f32(half - 1), f32(2 * half - 1), f32(1.5 * 2**23 + offset))
+    return Integers(u32(bits), f32(-half), f32(half - 1), f32(2 * half - 1), f32(_WHOLE + offset))
 
 
 INT8 = _integers(8, 0)
 PACKED = {bits: _integers(bits, 2 ** (bits - 1)) for bits in (4, 8)}
+
+
+class _Candidates(NamedTuple):
+    """Scales to choose from: their bits, their values, one over these, and the zero points that go with them."""
+
+    bits: NDArray[np.uint32]
+    scales: NDArray[np.float32]
+    inverses: NDArray[np.float32]
+    zeros: NDArray[np.float32]
 
 
 class _Rounding(NamedTuple):
@@ -76,7 +90,7 @@ def _code(value: Any, ints: Integers) -> Any:
 
 
 @kernel
-def _codes(w: Any, scale: Any, dtype: Float, rounding: _Rounding, ints: Integers, codes: Any) -> None:
+def _symmetric_codes(w: Any, scale: Any, dtype: Float, rounding: _Rounding, ints: Integers, codes: Any) -> None:
     """Write the codes of ``rnd(value / scale)``. Bits of BF16 and F32 are moved to the top of a word."""
     for c in range(w.size):
         codes[c] = _code(_rounded(float_of(left(u32(w[c]), dtype.shift)) / scale, rounding), ints)
@@ -88,6 +102,22 @@ def _offset_codes(w: Any, scale: Any, zero: Any, dtype: Float, rounding: _Roundi
     for c in range(w.size):
         quotient = _rounded(float_of(left(u32(w[c]), dtype.shift)) / scale, rounding)
         codes[c] = _code(_rounded(f32(quotient + zero), rounding), ints)
+
+
+@kernel
+def _codes(
+    w: Any, scale: Any, zero: Any, symmetric: Any, dtype: Float, rounding: _Rounding, ints: Integers, codes: Any
+) -> None:
+    if symmetric:
+        _symmetric_codes(w, scale, dtype, rounding, ints, codes)
+    else:
+        _offset_codes(w, scale, zero, dtype, rounding, ints, codes)
+
+
+@kernel
+def _origin(ints: Integers) -> Any:
+    """Return which bits of a code to flip, and the float32 of integer 0, where ``2^23 + code`` is that of any."""
+    return np.uint8(0x80) if ints.stored == _WHOLE else np.uint8(0), f32(_2_23 - ints.low)
 
 
 @kernel
@@ -169,6 +199,87 @@ def _row_of_codes(payload: Any, bits: Any) -> Any:
 
 
 @kernel
+def _squared_error(values: Any, codes: Any, zero: Any, scale: Any, ints: Integers, squares: Any) -> Any:
+    """Return the float64 sum of ``(value - (code - zero) * scale)^2``; ``squares`` float64 is scratch.
+
+    Its order is the same on every machine, however wide its vectors are.
+    """
+    flip, origin = _origin(ints)
+    origin = f32(origin + zero)
+    wide = np.float64(scale)
+    for i in range(values.size):
+        integer = f32(float_of(u32(codes[i] ^ flip) | _2_23_BITS) - origin)
+        error = np.float64(values[i]) - np.float64(integer) * wide
+        squares[i] = error * error
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    whole = values.size // 4 * 4
+    for i in range(0, whole, 4):
+        a += squares[i]
+        b += squares[i + 1]
+        c += squares[i + 2]
+        d += squares[i + 3]
+    for i in range(whole, values.size):
+        a += squares[i]
+    return a + b + (c + d)
+
+
+@kernel
+def _candidates(
+    least: Any,
+    greatest: Any,
+    symmetric: Any,
+    factors: Any,
+    scale_dtype: Float,
+    rounding: _Rounding,
+    ints: Integers,
+    found: Any,
+) -> None:
+    """Write the scales of a region of values from ``least`` to ``greatest`` shrunk by each of ``factors``."""
+    levels = f32(ints.levels * f32(0.5)) if symmetric else ints.levels
+    width = max(greatest, -least) if symmetric else f32(greatest - least)
+    for i in range(factors.size):
+        found.scales[i] = f32(width * factors[i]) / levels
+    narrow_row(found.scales, scale_dtype, found.bits)
+    for i in range(factors.size):
+        found.scales[i] = magnitude(found.bits[i], scale_dtype)
+        found.inverses[i] = f32(1) / found.scales[i]
+        quotient = _rounded(f32(least * factors[i]) / found.scales[i], rounding)
+        zero = f32(_clamped(_rounded(f32(ints.low - quotient), rounding), ints) + _WHOLE) - _WHOLE
+        found.zeros[i] = f32(0) if symmetric else zero
+
+
+@kernel
+def _distance(values: Any, inverse: Any, low: Any, high: Any) -> Any:
+    """Return about the sum of ``(value / scale - integer)^2``, for a comparison of scales.
+
+    A sum of integers, multiples of 2^-14: it does not depend on its order, so that all machines choose alike.
+    """
+    total = np.int64(0)
+    for start in range(0, values.size, _SUMMED):
+        part = values[start : start + _SUMMED]
+        subtotal = u32(0)
+        for c in range(part.size):
+            steps = part[c] * inverse
+            error = f32(steps - f32(f32(max(min(steps, high), low) + _WHOLE) - _WHOLE))
+            subtotal = u32(subtotal + bits_of(f32(error * error) + _512))
+        total += np.int64(u32(subtotal - u32(part.size) * _512_BITS))
+    return total
+
+
+@kernel
+def _best(values: Any, ints: Integers, found: Any) -> Any:
+    """Return which candidate comes closest to float32 ``values``, or -1 where no scale is a positive number."""
+    best, least = -1, np.inf
+    for i in range(found.bits.size):
+        if found.bits[i] != u32(0):
+            low, high = f32(ints.low - found.zeros[i]), f32(ints.high - found.zeros[i])
+            error = _distance(values, found.inverses[i], low, high) * np.float64(found.scales[i]) ** 2
+            if error < least:
+                best, least = i, error
+    return best
+
+
+@kernel
 def _encode(
     w: Any,
     signed: Any,
@@ -180,33 +291,58 @@ def _encode(
     payload: Any,
     scales: Any,
     zeros: Any,
+    factors: Any,
+    errors: Any,
 ) -> Any:
     rows, cols = w.shape
     codes = _row_of_codes(payload, ints.bits)
+    other_codes = np.empty(group, np.uint8)
+    values = np.empty(group, np.float32)
+    squares = np.empty(group, np.float64)
+    n = factors.size
+    found = _Candidates(
+        np.empty(n, np.uint32), np.empty(n, np.float32), np.empty(n, np.float32), np.empty(n, np.float32)
+    )
     zeros_per_word = 32 // np.int64(ints.bits)
+    symmetric = zeros.size == 0
     zeros[:] = 0
     for r in range(rows):
         for g in range(scales.shape[1]):
             place = slice(g * group, g * group + group)
-            values = w[r, place]
-            if zeros.size == 0:
-                largest = u32(amax_bits(values, dtype))
+            patterns = w[r, place]
+            least, greatest = u32(0), u32(0)
+            if symmetric:
+                greatest = u32(amax_bits(patterns, dtype))
             else:
-                least, greatest = _extremes(values, signed[r, place], dtype)
-                largest = max(least & dtype.magnitude, greatest)
-            if largest >= dtype.infinity:
-                return r * cols + g * group + _first_nonfinite(values, dtype)
-            if zeros.size == 0:
-                bits = narrow(f32(magnitude(largest, dtype) / f32(ints.levels * f32(0.5))), scale_dtype)
-                scales[r, g] = _or_eps(bits, scale_dtype)
-                _codes(values, magnitude(scales[r, g], scale_dtype), dtype, rounding, ints, codes[place])
+                least, greatest = _extremes(patterns, signed[r, place], dtype)
+            if max(least & dtype.magnitude, greatest) >= dtype.infinity:
+                return r * cols + g * group + _first_nonfinite(patterns, dtype)
+            low, high = widen(least, dtype), widen(greatest, dtype)
+            zero = f32(0)
+            if symmetric:
+                bits = _or_eps(narrow(f32(high / f32(ints.levels * f32(0.5))), scale_dtype), scale_dtype)
             else:
-                bits, zero = _scale_and_zero(widen(least, dtype), widen(greatest, dtype), scale_dtype, rounding, ints)
-                scales[r, g] = bits
+                bits, zero = _scale_and_zero(low, high, scale_dtype, rounding, ints)
+            _codes(patterns, magnitude(bits, scale_dtype), zero, symmetric, dtype, rounding, ints, codes[place])
+            if n:
+                for c in range(group):
+                    values[c] = float_of(left(u32(patterns[c]), dtype.shift))
+                error = _squared_error(values, codes[place], zero, magnitude(bits, scale_dtype), ints, squares)
+                errors[0] += error
+                _candidates(low, high, symmetric, factors, scale_dtype, rounding, ints, found)
+                best = _best(values, ints, found)
+                if best >= 0:
+                    scale, other_zero = found.scales[best], found.zeros[best]
+                    _codes(patterns, scale, other_zero, symmetric, dtype, rounding, ints, other_codes)
+                    other_error = _squared_error(values, other_codes, other_zero, scale, ints, squares)
+                    if other_error < error:
+                        error, bits, zero = other_error, found.bits[best], other_zero
+                        codes[place] = other_codes
+                errors[1] += error
+            scales[r, g] = bits
+            if not symmetric:
                 shift = u32(ints.bits * u32(r % zeros_per_word))
                 zeros[r // zeros_per_word, g] |= left(u32(_code(zero, ints)), shift)
-                scale = magnitude(bits, scale_dtype)
-                _offset_codes(values, scale, zero, dtype, rounding, ints, codes[place])
         _pack(codes, ints.bits, payload[r])
     return -1
 
@@ -214,7 +350,7 @@ def _encode(
 @kernel
 def _values(codes: Any, flip: Any, zero: Any, scale: Any, values: Any) -> None:
     for c in range(codes.size):
-        values[c] = f32(float_of(u32(codes[c] ^ flip) | _FIRST_WHOLE) - zero) * scale
+        values[c] = f32(float_of(u32(codes[c] ^ flip) | _2_23_BITS) - zero) * scale
 
 
 @kernel
@@ -235,18 +371,16 @@ def _decode(
     rounded = np.empty(cols, np.uint32)
     zeros_per_word = 32 // np.int64(ints.bits)
     mask = u32((u32(1) << ints.bits) - u32(1))
-    # Codes without an offset are two's complement: with the sign flipped they have one.
-    unsigned = u32(bits_of(ints.stored) & mask) != u32(0)
-    flip = np.uint8(0) if unsigned else np.uint8(0x80)
+    flip, origin = _origin(ints)
     for r in range(rows):
         _unpack(payload[r], ints.bits, codes)
         for g in range(scales.shape[1]):
-            zero = -ints.low
+            zero = origin
             if zeros.size:
-                word = zeros[r // zeros_per_word, g]
-                zero = f32(right(word, u32(ints.bits * u32(r % zeros_per_word))) & mask)
+                word = right(zeros[r // zeros_per_word, g], u32(ints.bits * u32(r % zeros_per_word)))
+                zero = f32(_2_23 + f32(word & mask))
             place = slice(g * group, g * group + group)
-            _values(codes[place], flip, f32(_2_23 + zero), widen(scales[r, g], scale_dtype), values[place])
+            _values(codes[place], flip, zero, widen(scales[r, g], scale_dtype), values[place])
         if through.shift != u32(0):
             narrow_row(values, through, rounded)
             for c in range(cols):
@@ -254,6 +388,16 @@ def _decode(
         narrow_row(values, out_dtype, out[r])
 
 
+_SHORT = 512
+# By how much a search shrinks the range of a region, by bits and whether it is short: the longer it is, the more is to
+# be gained at 4 bits by cutting off its extremes. At 8 bits the gain is that some scales happen to suit many values.
+_FACTORS = {
+    (4, True): np.linspace(0.7, 1.05, 10, dtype=np.float32),
+    (4, False): np.linspace(0.4, 1.07, 16, dtype=np.float32),
+    (8, True): np.linspace(0.97, 1.03, 12, dtype=np.float32),
+    (8, False): np.linspace(0.97, 1.03, 12, dtype=np.float32),
+}
+_NO_FACTORS = np.empty(0, np.float32)
 _NO_ZEROS = np.empty((0, 0), np.uint32)
 
 
@@ -268,7 +412,9 @@ def encode(
     ints: Integers,
     payload: NDArray[Any],
     scales: NDArray[Any],
-    zeros: NDArray[np.uint32] = _NO_ZEROS,
+    zeros: NDArray[np.uint32] | None = None,
+    search: bool = False,
+    errors: NDArray[np.float64] | None = None,
 ) -> int:
     """Encode a tile.
 
@@ -283,6 +429,10 @@ def encode(
     levels)``, ``zero = rne(clamp(rnd(low - rnd(min / scale))))``, ``integer = rne(clamp(rnd(rnd(w / scale) + zero)))``.
     A zero scale becomes the eps of its dtype.
 
+    ``search``: shrink (or stretch) the range of each region by several factors and take the scale that leaves the least
+    squared error, rounded as it is stored; the usual one if none is better. ``errors`` float64 [2]: the summed squared
+    errors of the usual scales and of those taken are added.
+
     Returns the flat index of the first NaN or infinity in ``w`` (the outputs are then meaningless), or -1.
     """
     arithmetic = FLOATS[dtype if reference else "F32"]
@@ -293,7 +443,24 @@ def encode(
     signed = w.view(np.dtype(f"i{w.itemsize}"))
     group = w.shape[1] // max(1, scales.shape[1])
     rounding = _rounding(arithmetic)
-    return int(_encode(w, signed, FLOATS[dtype], arithmetic, rounding, ints, group, _bytes(payload), scales, zeros))
+    zeros = _NO_ZEROS if zeros is None else zeros
+    factors = _FACTORS[int(ints.bits), group <= _SHORT] if search else _NO_FACTORS
+    return int(
+        _encode(
+            w,
+            signed,
+            FLOATS[dtype],
+            arithmetic,
+            rounding,
+            ints,
+            group,
+            _bytes(payload),
+            scales,
+            zeros,
+            factors,
+            np.zeros(2) if errors is None else errors,
+        )
+    )
 
 
 def decode(
@@ -303,7 +470,7 @@ def decode(
     ints: Integers,
     out: NDArray[Any],
     out_dtype: str,
-    zeros: NDArray[np.uint32] = _NO_ZEROS,
+    zeros: NDArray[np.uint32] | None = None,
 ) -> None:
     """Write ``(integer - zero) * scale`` to ``out`` [rows, cols] as bits of ``out_dtype``.
 
@@ -312,4 +479,41 @@ def decode(
     """
     through = FLOATS["F32" if out_dtype in ("F32", scale_dtype) else scale_dtype]
     group = out.shape[1] // max(1, scales.shape[1])
+    zeros = _NO_ZEROS if zeros is None else zeros
     _decode(_bytes(payload), scales, FLOATS[scale_dtype], zeros, ints, group, through, out, FLOATS[out_dtype])
+
+
+# MXFP4's codes, two a byte, as twice their values: integers; and 2^(byte - 128), half their scales, as BF16.
+_HALVES = np.outer([1, -1], [0, 1, 2, 3, 4, 6, 8, 12]).ravel() + 128
+_BYTES = np.arange(256)
+_INT8_PAIRS = (_HALVES[_BYTES & 15] | _HALVES[_BYTES >> 4] << 8).astype(np.uint16)
+_HALVED_SCALES = (2.0 ** (_BYTES - 128)).astype(np.float32).view(np.uint32) >> 16
+_ONE = u32(0x3F80)
+
+
+@kernel
+def _from_mxfp4(packed: Any, quads: Any, exponents: Any, pairs: Any, scales: Any, shift: Any) -> None:
+    for r in range(packed.shape[0]):
+        for i in range(packed.shape[1]):
+            pairs[r, i] = _INT8_PAIRS[packed[r, i]]
+        for g in range(exponents.shape[1]):
+            codes = (quads[r, 2 * g] | quads[r, 2 * g + 1]) & np.uint64(0x7777777777777777)
+            scale = _HALVED_SCALES[exponents[r, g]] if codes else _ONE
+            scales[r, g] = left(scale, shift)
+
+
+def from_mxfp4(
+    packed: NDArray[np.uint8],
+    exponents: NDArray[np.uint8],
+    words: NDArray[np.uint32],
+    scales: NDArray[Any],
+    scale_dtype: str,
+) -> None:
+    """Rewrite MXFP4 as symmetric packed 8-bit integers with a scale per 32 columns, always without loss.
+
+    ``packed`` [rows, cols / 2] and ``exponents`` E8M0 [rows, cols / 32] as in `mxfp4.decode`. Written: ``words``
+    [rows, cols / 4], twice the values of the codes, and ``scales``, bits of BF16 or F32 [rows, cols / 32]:
+    ``2^(byte - 128)``, 1 for a group of zeros.
+    """
+    shift = u32(16 if scale_dtype == "F32" else 0)  # BF16 is the upper half of an F32
+    _from_mxfp4(packed, packed.view(np.uint64), exponents, words.view(np.uint16), scales, shift)
