@@ -1,12 +1,8 @@
-"""compressed-tensors' own integer formats: weights as LLM Compressor calibrates and compresses them.
-
-``python -m parity.integers`` (PYTHONPATH=tests, the extra [parity] installed) writes the golden beside the others.
-"""
+"""compressed-tensors' own integer formats: weights as LLM Compressor calibrates and compresses them."""
 
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -27,7 +23,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from llmcompressor.entrypoints.model_free.lifecycle import calibrate_weight, initialize_quantized_linear
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ints.safetensors"
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 

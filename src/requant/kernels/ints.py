@@ -206,10 +206,9 @@ def _squared_error(values: Any, codes: Any, zero: Any, scale: Any, ints: Integer
     """
     flip, origin = _origin(ints)
     origin = f32(origin + zero)
-    wide = np.float64(scale)
     for i in range(values.size):
         integer = f32(float_of(u32(codes[i] ^ flip) | _2_23_BITS) - origin)
-        error = np.float64(values[i]) - np.float64(integer) * wide
+        error = np.float64(values[i]) - np.float64(f32(integer * scale))
         squares[i] = error * error
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
     whole = values.size // 4 * 4
