@@ -26,14 +26,14 @@ _E2M1_MAX, _E4M3_MAX = f32(6), f32(448)
 _ONE = u32(127 << 23)
 _E4M3_NORMAL = u32(121 << 23)  # 2^-6
 _SCALES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_LARGEST_SCALE = 0x7E
+_LARGEST_SCALE = u32(0x7E)
 # What compressed-tensors puts in the place of a scale that rounds to zero.
 _SCALE_OF_ZEROS = f32(0.125)
 # The largest G whose reciprocal every engine can represent; for weights so small that 2688 / amax overflows.
 _LARGEST_DIVISOR = f32(2.0**126)
 
 # A search tries the scale codes this far from that of amax, which comes first.
-_STEPS = np.array([0, -1, 1, 2, 3, 4, 5], np.int32)
+_STEPS = np.array([0, -1, 1, 2, 3, 4, 5], np.int32).view(np.uint32)
 # Its float32 quotients are off by up to 2^-20 of a scale, so that an error E, in squared scales, is by less than
 # 2^-10 * E + 2^-23. A scale replaces that of amax only where its error is less in spite of both.
 _DOUBT = f32(2.0**-22)
@@ -79,6 +79,12 @@ def multiplier(amax: float) -> float:
 
 
 @kernel
+def _larger(a: Any, b: Any) -> Any:
+    """Return the larger magnitude of two float32, all as bits."""
+    return max(u32(a & u32(0x7FFFFFFF)), u32(b & u32(0x7FFFFFFF)))
+
+
+@kernel
 def _split(words: Any, dtype: Float, even: Any, odd: Any, largest: Any) -> None:
     """Write a chunk's even and odd columns as float32 bits, and of each pair the larger magnitude.
 
@@ -86,19 +92,18 @@ def _split(words: Any, dtype: Float, even: Any, odd: Any, largest: Any) -> None:
     """
     if dtype.kind == _BF16:
         for i in range(even.size):
-            even[i] = left(words[i], u32(16))
-            odd[i] = words[i] & u32(0xFFFF0000)
+            a, b = left(words[i], u32(16)), words[i] & u32(0xFFFF0000)
+            even[i], odd[i], largest[i] = a, b, _larger(a, b)
     elif dtype.kind == _F16:
         for i in range(even.size):
-            even[i] = bits_of(magnitude(words[i], dtype)) | (left(words[i], u32(16)) & u32(0x80000000))
             high = right(words[i], u32(16))
-            odd[i] = bits_of(magnitude(high, dtype)) | (words[i] & u32(0x80000000))
+            a = bits_of(magnitude(words[i], dtype)) | (left(words[i], u32(16)) & u32(0x80000000))
+            b = bits_of(magnitude(high, dtype)) | (words[i] & u32(0x80000000))
+            even[i], odd[i], largest[i] = a, b, _larger(a, b)
     else:
         for i in range(even.size):
-            even[i] = words[2 * i]
-            odd[i] = words[2 * i + 1]
-    for i in range(even.size):
-        largest[i] = max(u32(even[i] & u32(0x7FFFFFFF)), u32(odd[i] & u32(0x7FFFFFFF)))
+            a, b = words[2 * i], words[2 * i + 1]
+            even[i], odd[i], largest[i] = a, b, _larger(a, b)
 
 
 @kernel
@@ -232,9 +237,13 @@ def _round_errors(even: Any, odd: Any, inverses: Any, out: Any) -> None:
 def _candidates(codes: Any, step: Any, inverse_global: Any, values: Any, inverses: Any) -> None:
     """Write the scales ``step`` codes further (the same where E4M3 ends), and what divides by them."""
     for g in range(codes.size):
-        code = np.int32(codes[g]) + step
-        values[g] = _SCALES[code if 1 <= code <= _LARGEST_SCALE else np.int32(codes[g])]
-    for g in range(codes.size):
+        code = u32(codes[g] + step)
+        code = code if u32(code - u32(1)) < _LARGEST_SCALE else u32(codes[g])
+        # A subnormal is read one binade up as 2^-6 + m * 2^-9: see fp8.
+        normal = code >= u32(8)
+        base = u32(120 << 23) if normal else _E4M3_NORMAL
+        surplus = f32(0) if normal else f32(2.0**-6)
+        values[g] = float_of(left(code, u32(20)) + base) - surplus
         inverses[g] = inverse_global / values[g]
 
 
@@ -248,8 +257,9 @@ def _in_scales(errors: Any, values: Any) -> None:
 @kernel
 def _keep_better(errors: Any, values: Any, best: Any, best_values: Any) -> None:
     for g in range(errors.size):
-        error = (errors[g] + _DOUBT) * values[g] * values[g]
-        better = error < best[g]
+        square = values[g] * values[g]
+        error = errors[g] * square
+        better = error + _DOUBT * square < best[g]
         best[g] = error if better else best[g]
         best_values[g] = values[g] if better else best_values[g]
 
@@ -305,7 +315,7 @@ def _search(
                 found[g] = values[g]
                 best[g] = groups[g] * _BEYOND_DOUBT
     for g in range(n):
-        # What nothing beat has its first error, the others have a little too much.
+        # What nothing beat has its first error again.
         best[g] = best[g] / _BEYOND_DOUBT if found[g] == _SCALES[codes[g]] else best[g]
     return first * unit * unit, _sum(best) * unit * unit
 
