@@ -232,20 +232,20 @@ def test_a_tied_head_without_a_tensor_is_not_called_quantized(tmp_path: Path) ->
     assert resolve(config, "model.layers.0.o_proj") == "group_0"
 
 
-def nvfp4_part(rows: int, columns: int) -> dict[str, Any]:
+def int2_part(rows: int, columns: int) -> dict[str, Any]:
     return {
-        "weight_packed": np.zeros((rows, columns // 2), np.uint8),
-        "weight_scale": np.zeros((rows, columns // 16), ml_dtypes.float8_e4m3fn),
-        "weight_global_scale": np.ones(1, np.float32),
+        "weight_packed": np.zeros((rows, columns // 16), np.int32),
+        "weight_scale": weight(rows, columns // 32),
+        "weight_g_idx": np.zeros(columns, np.int32),
     }
 
 
-NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+INT2_WEIGHTS = {"num_bits": 2, "type": "int", "strategy": "group", "group_size": 32}
 
 
-def nvfp4_checkpoint(folder: Path, quantization: dict[str, Any]) -> Path:
+def int2_checkpoint(folder: Path, quantization: dict[str, Any]) -> Path:
     expert = "model.layers.0.mlp.experts.0.up_proj"
-    tensors = {f"{expert}.{name}": array for name, array in nvfp4_part(8, 64).items()}
+    tensors = {f"{expert}.{name}": array for name, array in int2_part(8, 64).items()}
     tensors["model.layers.0.self_attn.q_proj.weight"] = weight(64, 64)
     return checkpoint(folder, tensors, {"model_type": "toy", "quantization_config": quantization})
 
@@ -254,22 +254,22 @@ def nvfp4_checkpoint(folder: Path, quantization: dict[str, Any]) -> Path:
 def test_a_weight_of_an_unknown_format_stays_with_the_group_that_its_source_gives_it(
     tmp_path: Path, per_group: bool
 ) -> None:
-    group: dict[str, Any] = {"targets": ["re:.*experts.*"], "weights": NVFP4_WEIGHTS, "input_activations": None}
-    quantization = {"quant_method": "compressed-tensors", "config_groups": {"nvfp4": group}, "ignore": []}
-    (group if per_group else quantization)["format"] = "nvfp4-pack-quantized"
-    src = nvfp4_checkpoint(tmp_path / "src", quantization)
+    group: dict[str, Any] = {"targets": ["re:.*experts.*"], "weights": INT2_WEIGHTS, "input_activations": None}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"int2": group}, "ignore": []}
+    (group if per_group else quantization)["format"] = "pack-quantized"
+    src = int2_checkpoint(tmp_path / "src", quantization)
     with pytest.raises(requant.CheckpointError, match="unknown-format"):
         plan(src, tmp_path)
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
     config = json.loads(result.plan.files["config.json"])["quantization_config"]
     name = resolve(config, "model.layers.0.mlp.experts.0.up_proj")
     assert name is not None
-    assert config["config_groups"][name]["format"] == "nvfp4-pack-quantized"
-    assert config["config_groups"][name]["weights"] == NVFP4_WEIGHTS
+    assert config["config_groups"][name]["format"] == "pack-quantized"
+    assert config["config_groups"][name]["weights"] == INT2_WEIGHTS
 
 
 def test_a_weight_of_an_unknown_format_that_no_config_describes_cannot_stay(tmp_path: Path) -> None:
-    src = nvfp4_checkpoint(tmp_path / "src", {"quant_method": "other"})
+    src = int2_checkpoint(tmp_path / "src", {"quant_method": "other"})
     with pytest.raises(requant.CheckpointError) as error:
         plan(src, tmp_path, ignore=["re:.*experts.*"])
     assert codes(error) == ["unknown-format"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import requant
-from requant.recipe.patterns import PatternSet, compile_patterns
+from requant.recipe.patterns import compile_patterns, first_matches
 
 WORDS = st.sampled_from(["self_attn", "mlp", "gate", "q_proj", ".", "\\.", ".*", "[0-9]", "\n", "-", "lm_head", "x"])
 REGEXES = st.lists(WORDS, min_size=1, max_size=5).map("".join)
@@ -21,8 +21,10 @@ def test_a_pattern_is_re_match_whatever_its_shape(regexes: list[str], name: str)
     patterns = compile_patterns([f"re:{regex}" for regex in regexes])
     wanted = [re.match(regex, name) is not None for regex in regexes]
     assert [pattern.matches(name) for pattern in patterns] == wanted
-    first = PatternSet(patterns).first(name)
-    assert first is (patterns[wanted.index(True)] if any(wanted) else None)
+    modules = [name, "between", name + ".x", name]
+    found = first_matches(patterns, modules)
+    assert found.get(name) is (patterns[wanted.index(True)] if any(wanted) else None)
+    assert found.keys() == {module for module in modules if any(re.match(regex, module) for regex in regexes)}
 
 
 def test_a_literal_is_exactly_that_module() -> None:

@@ -26,18 +26,20 @@ class Role(NamedTuple):
 
 
 class Templates:
-    """Templates of module names: every purely numeric component replaced by ``*``. Remembers those of parents."""
+    """Templates of module names: every purely numeric component replaced by ``*``. Remembers those of numbered ones."""
 
     def __init__(self) -> None:
-        self._parents = {"": ""}
+        self._known = {"": ""}
 
     def of(self, module: str) -> str:
         """Return the template of a module's name."""
-        parent, dot, leaf = module.rpartition(".")
-        known = self._parents.get(parent)
+        known = self._known.get(module)
         if known is None:
-            known = self._parents[parent] = self.of(parent)
-        return known + dot + ("*" if leaf.isdecimal() else leaf)
+            parent, dot, leaf = module.rpartition(".")
+            known = self.of(parent) + dot + ("*" if leaf.isdecimal() else leaf)
+            if leaf.isdecimal():
+                self._known[module] = known
+        return known
 
 
 @lru_cache(maxsize=65536)

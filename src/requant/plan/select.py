@@ -11,7 +11,7 @@ from requant.dialects.recognise import Weight, is_bank
 from requant.errors import Problem
 from requant.families.roles import Templates, role_of
 from requant.formats import format_named
-from requant.recipe.patterns import LINEAR, PatternSet
+from requant.recipe.patterns import LINEAR, first_matches
 from requant.recipe.recipe import Recipe, Rule
 from requant.schemes import Scheme
 
@@ -57,7 +57,7 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
     """
     found = Selection()
     targets = _targets(recipe)
-    chooser = _Chooser(recipe.rules, experts)
+    chooser = _Chooser(recipe.rules, weights, experts)
     widths = {target: format_named(target.format).multiple for target in targets.values()}
     for target in widths:
         found.converted[target], found.respelled[target], found.already[target] = [], [], []
@@ -102,38 +102,48 @@ def _targets(recipe: Recipe) -> dict[int, Target]:
 class _Chooser:
     """Applies the rules, and remembers which of their patterns were of use."""
 
-    def __init__(self, rules: Sequence[Rule], experts: int | None) -> None:
+    def __init__(self, rules: Sequence[Rule], weights: Sequence[Weight], experts: int | None) -> None:
         self._rules, self._experts = rules, experts
+        modules = [weight.module for weight in weights]
         self._steps = [
             (
                 rule,
-                PatternSet(pattern for pattern in rule.patterns if pattern.text != LINEAR),
+                first_matches([pattern for pattern in rule.patterns if pattern.text != LINEAR], modules),
                 any(pattern.text == LINEAR for pattern in rule.patterns),
             )
             for rule in rules
-            if rule.patterns
         ]
+        self._roles: dict[tuple[str, str, tuple[int, ...]], str] = {}
         self._templates = Templates()
         self._used: set[str] = set()
         self._overridden: Counter[str] = Counter()
 
     def choose(self, weight: Weight) -> tuple[Rule | None, str]:
         """Return the rule that holds for a weight (None: none does) and why it stays as it is ("": it does not)."""
-        module = weight.module
-        for rule, patterns, linear in self._steps:
-            named = patterns.first(module) if patterns else None
-            if named is not None:
-                self._used.add(named.text)
+        module, _, shape, *_ = weight
+        for rule, named, linear in self._steps:
+            pattern = named.get(module)
+            if pattern is not None:
+                self._used.add(pattern.text)
             elif not linear:
                 continue
             if rule.scheme is None:
                 return rule, rule.reason
-            keep = role_of(self._templates.of(module), weight.shape, self._experts).keep
-            if keep and named is not None and len(weight.shape) == 2:
+            keep = self._keep(module, shape)
+            if keep and pattern is not None and len(shape) == 2:
                 self._overridden[keep] += 1
                 keep = ""
-            return rule, keep or ("empty" if 0 in weight.shape else "")
+            return rule, keep or ("empty" if 0 in shape else "")
         return None, "not-targeted"
+
+    def _keep(self, module: str, shape: tuple[int, ...]) -> str:
+        """Return the default keep of a module; thought about once for all that differ in their numbers only."""
+        parent, _, leaf = module.rpartition(".")
+        key = self._templates.of(parent), leaf, shape
+        keep = self._roles.get(key)
+        if keep is None:
+            keep = self._roles[key] = role_of(self._templates.of(module), shape, self._experts).keep
+        return keep
 
     def report(self, found: Selection, weights: Iterable[Weight]) -> None:
         """Add what there is to say about the patterns themselves."""
