@@ -139,6 +139,15 @@ def test_zeros_alone(target):
     np.testing.assert_array_equal(parts[0].bits, packed)
 
 
+@pytest.mark.parametrize("target", ["nvfp4", "nvfp4-scale2"])
+def test_zeros_far_above_the_rest(target):
+    packed = np.full((1, 32), 0x80, np.uint8)
+    packed[0, :16] = 0x21
+    for byte in (0, 3, 8, 9, 20):
+        for above in range(byte + 1, 255):
+            check(target, packed, np.array([[byte, above]], np.uint8))
+
+
 def test_pooled_over_a_fused_pair():
     packed, exponents = weight(8, 4, 120, 126, seed=1)
     parts, lost = check("nvfp4", packed, exponents, pooled=5.0)

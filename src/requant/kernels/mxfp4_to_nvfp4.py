@@ -21,9 +21,10 @@ u64 = np.uint64
 # Marlin) take scales below 2^-6 for zero.
 _LAST_NORMAL_DEPTH = 14
 _LAST_DEPTH = 17
-_TOP = 8
 # Codes halved so many times all become zero.
 _MOST_HALVINGS = 5
+# Groups looked at together.
+_CHUNK = 256
 _MAGNITUDES = u64(0x7777777777777777)
 
 _E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -72,38 +73,56 @@ def _choose(packed: Any, start: int, depth: Any) -> Any:
 
 
 @kernel
+def _all_normal(exponents: Any, top: Any) -> Any:
+    """Tell whether all exponent bytes lie within the depths of normal scales, ``top`` being that of depth 0."""
+    deepest = np.uint16(0)
+    for g in range(exponents.size):
+        depth = np.uint16(np.uint16(top) - np.uint16(exponents[g]))  # what lies above wraps to far below
+        if depth > deepest:
+            deepest = depth
+    return deepest <= _LAST_NORMAL_DEPTH
+
+
+@kernel
+def _normal_scales(exponents: Any, top: Any, scales: Any) -> None:
+    """Write E4M3's normal powers of two, each twice; what is out of their range is written over later."""
+    for g in range(exponents.size):
+        code = np.uint16(np.uint16(_LAST_NORMAL_DEPTH + 1) - np.uint16(top) + np.uint16(exponents[g])) << np.uint16(3)
+        scales[g] = np.uint16(code) | np.uint16(code) << np.uint16(8)
+
+
+@kernel
 def _transcode(packed: Any, words: Any, exponents: Any, kmax: int, out: Any, scales: Any) -> Any:
     """Encode into a copy of the codes, or with empty ``scales`` only count; flat arrays, ``scales`` uint16 a pair.
 
     Returns the number of groups of 16 that lost something, and of those with a scale below 2^-6.
     """
-    table = np.zeros(256, np.uint16)
-    for depth in range(_LAST_NORMAL_DEPTH + 1):
-        byte = kmax + 127 - depth
-        if byte >= 0:
-            table[byte] = _power(depth) * 0x0101
     halves = scales.view(np.uint8)
     write = scales.size > 0
+    top = np.uint8(kmax + 127)
     lost = deep = 0
-    for g in range(exponents.size):
-        pair = table[exponents[g]]
-        if pair:
-            if write:
-                scales[g] = pair
+    for first in range(0, exponents.size, _CHUNK):
+        last = min(first + _CHUNK, exponents.size)
+        if write:
+            _normal_scales(exponents[first:last], top, scales[first:last])
+        if _all_normal(exponents[first:last], top):
             continue
-        group_depth: Any = kmax + 127 - np.int64(exponents[g])
-        for half in range(2):
-            start = g * GROUP + half * GROUP // 2
-            if words[2 * g + half] & _MAGNITUDES == u64(0):
-                depth, times, exact = min(max(group_depth, 0), _LAST_NORMAL_DEPTH), 0, True
-            else:
-                depth, times, exact = _choose(packed, start, group_depth)
-            lost += not exact
-            deep += depth > _LAST_NORMAL_DEPTH
-            if write:
-                halves[2 * g + half] = _power(depth)
-                for i in range(start, start + GROUP // 2):
-                    out[i] = _HALVED_PAIRS[times, packed[i]]
+        for g in range(first, last):
+            group_depth: Any = np.int64(top) - np.int64(exponents[g])
+            if 0 <= group_depth <= _LAST_NORMAL_DEPTH:
+                continue
+            for half in range(2):
+                start = g * GROUP + half * GROUP // 2
+                if words[2 * g + half] & _MAGNITUDES == u64(0):
+                    depth, times, exact = min(max(group_depth, 0), _LAST_NORMAL_DEPTH), 0, True
+                else:
+                    depth, times, exact = _choose(packed, start, group_depth)
+                lost += not exact
+                deep += depth > _LAST_NORMAL_DEPTH
+                if write:
+                    halves[2 * g + half] = _power(depth)
+                    for i in range(start, start + GROUP // 2):
+                        out[i] = _HALVED_PAIRS[times, packed[i]]
     return lost, deep
 
 
