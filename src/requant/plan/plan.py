@@ -21,7 +21,7 @@ from requant.formats import Part
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
 from requant.plan.groups import fused_members, split_groups
-from requant.plan.inventory import take_inventory
+from requant.plan.inventory import Inventory, take_inventory
 from requant.plan.respell import respelled_parts
 from requant.plan.routes import Route, route_of
 from requant.plan.select import Selection, Target, select
@@ -104,7 +104,7 @@ class Plan:
         return {
             "ok": not self.problems,
             "bytes_in": self.checkpoint.data_bytes,
-            "bytes_read": sum(part.nbytes for job in jobs for part in job.weight.parts),
+            "bytes_read": sum([part.nbytes for job in jobs for part in job.weight.parts]),
             "bytes_out": bytes_out,
             "bytes_written": bytes_out - shared,
             "bytes_shared": shared,
@@ -138,7 +138,10 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     problems += _unheld(jobs)
     renamed, unspoken = respelled_parts(selection, dialect)
     problems += unspoken
-    shards = _lay_out(checkpoint, jobs, renamed, _inputs(selection, dialect))
+    kept_tensors = _kept_tensors(inventory, selection, renamed)
+    if not problems:
+        _check_conservation(checkpoint, jobs, kept_tensors, sum(again is None for again in renamed.values()))
+    shards = _lay_out(checkpoint, jobs, kept_tensors, _inputs(selection, dialect))
     files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
     try:
@@ -240,39 +243,53 @@ def _spread(jobs: Iterable[Job]) -> dict[str, list[Job]]:
     }
 
 
+def _kept_tensors(
+    inventory: Inventory, selection: Selection, renamed: Mapping[str, TensorRef | None]
+) -> dict[str, list[TensorRef]]:
+    """Return by shard the tensors that are copied, as they are written: under the names that ``renamed`` gives."""
+    found: dict[str, list[TensorRef]] = {}
+    for tensor in inventory.others:
+        found.setdefault(tensor.shard, []).append(tensor)
+    for weights in (selection.kept, *selection.already.values(), *selection.respelled.values()):
+        for weight in weights:
+            for part in (*weight.parts, *weight.inputs):
+                written = renamed.get(part.name, part) if renamed else part
+                if written is not None:
+                    found.setdefault(part.shard, []).append(written)
+    return found
+
+
 def _lay_out(
     checkpoint: Checkpoint,
-    jobs: Sequence[Job],
-    renamed: Mapping[str, TensorRef | None],
+    jobs: Iterable[Job],
+    kept: Mapping[str, Sequence[TensorRef]],
     inputs: Mapping[str, list[StoredInput]],
 ) -> list[ShardPlan]:
-    """Give every job to the shard of its payload; a shard that is left without tensors is dropped.
-
-    ``renamed`` tensors are kept under another name, dtype or shape, or (None) left out.
-    """
+    """Give every job to the shard of its payload; a shard that is left without tensors is dropped."""
     by_shard: dict[str, list[Job]] = {}
-    replaced: set[str] = set()
     for job in jobs:
         by_shard.setdefault(job.weight.parts[0].shard, []).append(job)
-        replaced.update([part.name for part in job.weight.parts])
-        if job.weight.inputs:
-            replaced.update([part.name for part in job.weight.inputs])
     new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
     plans = []
     for shard in checkpoint.shards:
-        mine = by_shard.get(shard.shard, [])
-        stored = inputs.get(shard.shard, [])
-        kept = [tensor for tensor in shard.tensors if tensor.name not in replaced]
-        if renamed:
-            kept = [again for tensor in kept if (again := renamed.get(tensor.name, tensor)) is not None]
-        if len(kept) == len(shard.tensors) and not (mine or stored or renamed):
+        mine, stored, copied = by_shard.get(shard.shard, []), inputs.get(shard.shard, []), kept.get(shard.shard, [])
+        if not (mine or stored) and sorted(copied) == sorted(shard.tensors):
             plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True))
-        elif mine or kept:
+        elif mine or stored or copied:
             new = [new_spec((job.weight.module + suffix, *rest)) for job in mine for suffix, rest in job.kind.outputs]
             new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
-            layout = lay_out(shard.shard, new, kept, shard.metadata)
+            layout = lay_out(shard.shard, new, copied, shard.metadata)
             plans.append(ShardPlan(shard.shard, layout, mine, stored, verbatim=False))
     return plans
+
+
+def _check_conservation(
+    checkpoint: Checkpoint, jobs: Iterable[Job], kept: Mapping[str, Sequence[TensorRef]], dropped: int
+) -> None:
+    """Make sure that every tensor of the source is copied, replaced, or dropped on purpose."""
+    replaced = sum([len(job.weight.parts) + len(job.weight.inputs) for job in jobs])
+    if replaced + sum(map(len, kept.values())) + dropped != checkpoint.tensor_count:
+        raise AssertionError("a plan must account for every tensor")
 
 
 def _as_it_is(shard: ShardHeader) -> ShardLayout:
