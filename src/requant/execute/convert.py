@@ -22,7 +22,7 @@ from requant.execute.scratch import Scratch
 from requant.execute.tiles import Values, tile_rows
 from requant.execute.work import convert_group, convert_tile, start_job
 from requant.execute.workers import run_parallel
-from requant.plan.plan import Job, Plan, ShardPlan, StoredInput
+from requant.plan.plan import Job, Plan, ShardPlan, StoredInput, pooled_groups
 
 CONFIG = "config.json"
 
@@ -174,19 +174,10 @@ def _shard_work(shard: _OpenShard, plan: Plan, amax: InputAmax) -> Iterator[tupl
             for rows in tile_rows(job.weight, job.kind.route.widest_item):
                 share = _output_bytes(job) * (rows.last - rows.first) // job.weight.shape[0]
                 yield partial(convert_tile, state, rows, store, writer), share
-    for group in _pooled(shard.plan.jobs):
+    for group in pooled_groups(shard.plan.jobs):
         states = [start_job(job, starts) for job in group]
         together = plan.spread.get(group[0].group, group)
         yield partial(convert_group, states, together, store, writer), sum(map(_output_bytes, group))
-
-
-def _pooled(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs of a shard that pool a number, by fused group; a job of no group is one of its own."""
-    groups: dict[str, list[Job]] = {}
-    for job in jobs:
-        if job.kind.route.pools:
-            groups.setdefault(job.group or job.weight.module, []).append(job)
-    return list(groups.values())
 
 
 def _output_bytes(job: Job) -> int:

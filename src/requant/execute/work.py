@@ -17,10 +17,7 @@ from requant.execute.pooling import nan_or_inf, pool
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, Values, read_weight, tile_rows, values_of
 from requant.formats import NUMPY_BITS, Encoding, Tile
-from requant.plan.plan import Job
-
-HOLD_BYTES = 128 << 20
-"""A fused group of up to this size is held in memory between pooling and conversion, so that it is read once."""
+from requant.plan.plan import Job, is_held
 
 
 @dataclass(slots=True)
@@ -63,7 +60,7 @@ def convert_group(
     """Convert weights that share what they pool, with each other and with all of ``pooled_with``."""
     jobs = [state.job for state in states]
     held: dict[tuple[str, int], Sequence[Tile]] = {}
-    holds = sum(part.nbytes for job in pooled_with for part in job.weight.parts) <= HOLD_BYTES
+    holds = is_held(pooled_with)
 
     def read(job: Job, rows: Rows) -> Sequence[Tile]:
         key = job.weight.module, rows.first

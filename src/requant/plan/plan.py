@@ -96,6 +96,17 @@ class Plan:
         """Yield the weights to convert, shard by shard."""
         return (job for shard in self.shards for job in shard.jobs)
 
+    def _read_again(self) -> int:
+        """Return the bytes that pooling reads beyond what is converted: of other shards, or too large to hold."""
+        again = 0
+        for shard in self.shards:
+            for group in pooled_groups(shard.jobs):
+                together = self.spread.get(group[0].group, group)
+                again += sum(map(_source_bytes, together))
+                if is_held(together):
+                    again -= sum(map(_source_bytes, group))
+        return again
+
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON form; sizes are payload bytes."""
         jobs = list(self.jobs())
@@ -104,7 +115,7 @@ class Plan:
         return {
             "ok": not self.problems,
             "bytes_in": self.checkpoint.data_bytes,
-            "bytes_read": sum([part.nbytes for job in jobs for part in job.weight.parts]),
+            "bytes_read": sum(map(_source_bytes, jobs)) + self._read_again(),
             "bytes_out": bytes_out,
             "bytes_written": bytes_out - shared,
             "bytes_shared": shared,
@@ -117,6 +128,28 @@ class Plan:
             "problems": [problem.to_json() for problem in self.problems],
             "notes": list(self.notes),
         }
+
+
+HELD_BYTES = 128 << 20
+"""A fused group of up to this size is held in memory between pooling and conversion, so that it is read once."""
+
+
+def pooled_groups(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs of a shard that pool a number, by fused group; a job of no group is one of its own."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.kind.route.pools:
+            groups.setdefault(job.group or job.weight.module, []).append(job)
+    return list(groups.values())
+
+
+def is_held(group: Iterable[Job]) -> bool:
+    """Tell whether jobs that pool a number are read into memory as a whole."""
+    return sum(map(_source_bytes, group)) <= HELD_BYTES
+
+
+def _source_bytes(job: Job) -> int:
+    return sum([part.nbytes for part in job.weight.parts])
 
 
 def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
