@@ -22,7 +22,9 @@ from requant.execute.scratch import Scratch
 from requant.execute.tiles import Values, tile_rows
 from requant.execute.work import convert_group, convert_tile, start_job
 from requant.execute.workers import run_parallel
-from requant.plan.plan import Job, Plan, ShardPlan, StoredInput, pooled_groups
+from requant.plan.jobs import Job, pooled_groups
+from requant.plan.plan import Plan
+from requant.plan.shards import ShardPlan, StoredInput
 
 CONFIG = "config.json"
 

@@ -21,7 +21,8 @@ from requant.engines.resolver import name_variants
 from requant.errors import CallError, CheckpointError, Problem
 from requant.families.family import family_of, fused_groups
 from requant.plan.inventory import take_inventory
-from requant.plan.plan import Plan, StoredInput
+from requant.plan.plan import Plan
+from requant.plan.shards import StoredInput
 from requant.plan.source_config import parse_config
 
 InputAmax = Callable[[StoredInput], float]

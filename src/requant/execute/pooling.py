@@ -10,7 +10,7 @@ from requant.errors import CheckpointError, Problem
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, tile_rows, values_of
 from requant.formats import Tile
-from requant.plan.plan import Job
+from requant.plan.jobs import Job
 
 Read = Callable[[Job, Rows], Sequence[Tile]]
 

@@ -17,7 +17,8 @@ from requant.execute.pooling import pool
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import read_scales, read_weight, tile_rows
 from requant.execute.workers import run_parallel
-from requant.plan.plan import Job, Plan
+from requant.plan.jobs import Job
+from requant.plan.plan import Plan
 
 
 @dataclass(slots=True)

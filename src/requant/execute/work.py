@@ -17,7 +17,7 @@ from requant.execute.pooling import nan_or_inf, pool
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, Values, read_weight, tile_rows, values_of
 from requant.formats import NUMPY_BITS, Encoding, Tile
-from requant.plan.plan import Job, is_held
+from requant.plan.jobs import Job, is_held
 
 
 @dataclass(slots=True)

@@ -1,0 +1,137 @@
+"""Jobs: every weight that changes, the route that it takes, and what it shares with the rest of a fused group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from requant.checkpoint.dtypes import payload_bytes
+from requant.dialects import Dialect
+from requant.dialects.recognise import Weight
+from requant.errors import Problem
+from requant.formats import Part
+from requant.plan.routes import Route, route_of
+from requant.plan.select import Selection, Target
+from requant.recipe.recipe import Recipe
+
+
+class Kind(NamedTuple):
+    """What all weights of one format, dtype and shape have in common: their route, and the parts it makes.
+
+    ``outputs`` are the suffix of each part's name, and its dtype, shape and bytes.
+    """
+
+    target: Target
+    route: Route
+    parts: tuple[Part, ...]
+    outputs: tuple[tuple[str, tuple[str, tuple[int, ...], int]], ...]
+
+
+class Job(NamedTuple):
+    """A weight to convert. ``group`` names the fused group that it pools a number with; "": none."""
+
+    weight: Weight
+    kind: Kind
+    group: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parts that replace it, in the target format's order."""
+        return tuple(self.weight.module + suffix for suffix, _ in self.kind.outputs)
+
+
+HELD_BYTES = 128 << 20
+"""A fused group of up to this size is held in memory between pooling and conversion, so that it is read once."""
+
+
+def make_jobs(
+    selection: Selection, recipe: Recipe, dialect: Dialect, dtype: str, groups: Mapping[str, str]
+) -> list[Job]:
+    """Give every weight its route; the thinking is done once per kind of weight."""
+    jobs = []
+    for target, weights in selection.converted.items():
+        kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
+        for weight in weights:
+            key = weight.format, weight.dtype, weight.shape
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _kind(weight, target, recipe, dialect, dtype)
+            jobs.append(Job(weight, kind, groups.get(weight.module, "") if groups else ""))
+    return _agreed(jobs, partial(_rounded, recipe, dialect, dtype)) if groups else jobs
+
+
+def _agreed(jobs: list[Job], rounded: Callable[[Job], Job]) -> list[Job]:
+    """Let a fused group take one kind of route: an exact one and another do not pool the same number."""
+    kinds: dict[str, set[bool]] = {}
+    for job in jobs:
+        if job.group:
+            kinds.setdefault(job.group, set()).add(job.kind.route.exact is None)
+    torn = {group for group, found in kinds.items() if len(found) > 1}
+    return [rounded(job) if job.group in torn else job for job in jobs] if torn else jobs
+
+
+def _rounded(recipe: Recipe, dialect: Dialect, dtype: str, job: Job) -> Job:
+    """Return the job without an exact route."""
+    rule = replace(job.kind.target.rule, exact="off")
+    return job._replace(kind=_kind(job.weight, replace(job.kind.target, rule=rule), recipe, dialect, dtype))
+
+
+def _kind(weight: Weight, target: Target, recipe: Recipe, dialect: Dialect, dtype: str) -> Kind:
+    route = route_of(weight, target.format, target.rule.exact, recipe, dtype)
+    parts = route.target.parts((weight.shape[0], weight.shape[1]), route.scale_dtype)
+    spelling = dialect.spelling(target.format)
+    assert spelling is not None, "make_recipe refuses a scheme that the dialect cannot write"
+    outputs = []
+    for part, spelled in zip(parts, spelling, strict=True):
+        shape = spelled.shape(part.shape)
+        nbytes = payload_bytes(part.dtype, shape)
+        outputs.append((f".{spelled.suffix}", (part.dtype, shape, nbytes)))
+    return Kind(target, route, parts, tuple(outputs))
+
+
+def must_round(jobs: Iterable[Job]) -> list[Problem]:
+    """Return a problem for every weight that must not be rounded and has no exact route."""
+    remedy = "allow rounding (--exact auto), or --ignore it"
+    return [
+        Problem(
+            "over-span",
+            f"no exact route leads from {job.kind.route.source.name} to {job.kind.route.target.name}",
+            job.weight.module,
+            remedy,
+        )
+        for job in jobs
+        if job.kind.route.required and job.kind.route.exact is None
+    ]
+
+
+def spread_groups(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+    """Return the jobs of every fused group that lies in more than one shard."""
+    members: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.group and job.kind.route.pools:
+            members.setdefault(job.group, []).append(job)
+    return {
+        group: together
+        for group, together in members.items()
+        if len({job.weight.parts[0].shard for job in together}) > 1
+    }
+
+
+def pooled_groups(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs of a shard that pool a number, by fused group; a job of no group is one of its own."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.kind.route.pools:
+            groups.setdefault(job.group or job.weight.module, []).append(job)
+    return list(groups.values())
+
+
+def is_held(group: Iterable[Job]) -> bool:
+    """Tell whether jobs that pool a number are read into memory as a whole."""
+    return sum(map(source_bytes, group)) <= HELD_BYTES
+
+
+def source_bytes(job: Job) -> int:
+    return sum([part.nbytes for part in job.weight.parts])

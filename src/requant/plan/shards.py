@@ -1,0 +1,109 @@
+"""Output shards: which tensors each holds, in which order, and which of them are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from requant.checkpoint.checkpoint import Checkpoint
+from requant.checkpoint.header import ShardHeader, TensorRef
+from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
+from requant.dialects import Dialect, InputScale
+from requant.dialects.recognise import Weight
+from requant.plan.inventory import Inventory
+from requant.plan.jobs import Job
+from requant.plan.select import Selection
+
+
+class StoredInput(NamedTuple):
+    """An activation scale to be written: the tensor's name, the weight that it is for, how it is stored."""
+
+    name: str
+    weight: Weight
+    scale: InputScale
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One output shard. Without ``jobs`` and with the same tensors as its source it is copied as it is."""
+
+    name: str
+    layout: ShardLayout
+    jobs: list[Job]
+    inputs: list[StoredInput]
+    verbatim: bool
+
+
+def stored_inputs(selection: Selection, dialect: Dialect) -> dict[str, list[StoredInput]]:
+    """Return the activation scales to be written, by the shard of the weight that they are for."""
+    found: dict[str, list[StoredInput]] = {}
+    for selected in (selection.converted, selection.respelled):
+        for target, weights in selected.items():
+            if not target.scheme.stores_input_scale:
+                continue
+            scale = dialect.input_scales[target.format]
+            for weight in weights:
+                if weight.inputs and selected is selection.respelled:
+                    continue  # it has its own
+                stored = StoredInput(f"{weight.module}.{scale.suffix}", weight, scale)
+                found.setdefault(weight.parts[0].shard, []).append(stored)
+    return found
+
+
+def kept_tensors(
+    inventory: Inventory, selection: Selection, renamed: Mapping[str, TensorRef | None]
+) -> dict[str, list[TensorRef]]:
+    """Return by shard the tensors that are copied, as they are written: under the names that ``renamed`` gives."""
+    found: dict[str, list[TensorRef]] = {}
+    for tensor in inventory.others:
+        found.setdefault(tensor.shard, []).append(tensor)
+    for weights in (selection.kept, *selection.already.values(), *selection.respelled.values()):
+        for weight in weights:
+            for part in (*weight.parts, *weight.inputs):
+                written = renamed.get(part.name, part) if renamed else part
+                if written is not None:
+                    found.setdefault(part.shard, []).append(written)
+    return found
+
+
+def check_conservation(
+    checkpoint: Checkpoint, jobs: Iterable[Job], kept: Mapping[str, Sequence[TensorRef]], dropped: int
+) -> None:
+    """Make sure that every tensor of the source is copied, replaced, or dropped on purpose."""
+    replaced = sum([len(job.weight.parts) + len(job.weight.inputs) for job in jobs])
+    if replaced + sum(map(len, kept.values())) + dropped != checkpoint.tensor_count:
+        raise AssertionError("a plan must account for every tensor")
+
+
+def lay_out_shards(
+    checkpoint: Checkpoint,
+    jobs: Iterable[Job],
+    kept: Mapping[str, Sequence[TensorRef]],
+    inputs: Mapping[str, list[StoredInput]],
+) -> list[ShardPlan]:
+    """Give every job to the shard of its payload; a shard that is left without tensors is dropped."""
+    by_shard: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_shard.setdefault(job.weight.parts[0].shard, []).append(job)
+    new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
+    plans = []
+    for shard in checkpoint.shards:
+        mine, stored, copied = by_shard.get(shard.shard, []), inputs.get(shard.shard, []), kept.get(shard.shard, [])
+        if not (mine or stored) and sorted(copied) == sorted(shard.tensors):
+            plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True))
+        elif mine or stored or copied:
+            new = [new_spec((job.weight.module + suffix, *rest)) for job in mine for suffix, rest in job.kind.outputs]
+            new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
+            layout = lay_out(shard.shard, new, copied, shard.metadata)
+            plans.append(ShardPlan(shard.shard, layout, mine, stored, verbatim=False))
+    return plans
+
+
+def _as_it_is(shard: ShardHeader) -> ShardLayout:
+    """Return the layout of a shard that is copied, header and all, in whatever order its tensors are."""
+    tensors = tuple(TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in shard.tensors)
+    nbytes = shard.size - shard.data_start
+    run = CopyRun(shard.shard, shard.data_start, 0, nbytes)
+    return ShardLayout(shard.shard, tensors, nbytes, shard.metadata, (run,), None, nbytes)
