@@ -49,7 +49,10 @@ HELD_BYTES = 128 << 20
 def make_jobs(
     selection: Selection, recipe: Recipe, dialect: Dialect, dtype: str, groups: Mapping[str, str]
 ) -> list[Job]:
-    """Give every weight its route; the thinking is done once per kind of weight."""
+    """Give every weight its route; the thinking is done once per kind of weight.
+
+    ``dtype`` is the one in which config.json says that the model computes; ``groups``: module → fused group.
+    """
     jobs = []
     for target, weights in selection.converted.items():
         kinds: dict[tuple[str, str, tuple[int, ...]], Kind] = {}
@@ -134,4 +137,5 @@ def is_held(group: Iterable[Job]) -> bool:
 
 
 def source_bytes(job: Job) -> int:
+    """Return the bytes of the parts that a job reads."""
     return sum([part.nbytes for part in job.weight.parts])

@@ -29,7 +29,8 @@ class Plan:
     """What will be done.
 
     ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
-    ``spread`` holds the jobs of the fused groups that lie in more than one shard.
+    ``spread`` holds the jobs of the fused groups that lie in more than one shard. ``respelled`` counts by scheme
+    the weights whose parts only change their names, or what lies beside them.
     """
 
     checkpoint: Checkpoint
@@ -38,6 +39,7 @@ class Plan:
     side_files: list[SideFile]
     files: Mapping[str, bytes]
     spread: Mapping[str, list[Job]]
+    respelled: Counter[str]
     kept: int
     kept_reasons: dict[str, int]
     problems: list[Problem]
@@ -72,8 +74,8 @@ class Plan:
             "bytes_shared": shared,
             "tensors_in": self.checkpoint.tensor_count,
             "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
-            "converted": dict(Counter(job.kind.target.scheme.name for job in jobs)),
-            "routes": dict(Counter(job.kind.route.kind for job in jobs)),
+            "converted": dict(Counter(job.kind.target.scheme.name for job in jobs) + self.respelled),
+            "routes": dict(Counter(job.kind.route.kind for job in jobs) + Counter(exact=self.respelled.total())),
             "kept": self.kept,
             "kept_reasons": self.kept_reasons,
             "problems": [problem.to_json() for problem in self.problems],
@@ -115,4 +117,6 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         problems += error.problems
     kept = len(selection.kept) + sum(map(len, selection.already.values()))
     reasons = dict(selection.kept_reasons)
-    return Plan(checkpoint, recipe, shards, sides, files, spread_groups(jobs), kept, reasons, problems, notes)
+    respelled = Counter({target.scheme.name: len(weights) for target, weights in selection.respelled.items()})
+    spread = spread_groups(jobs)
+    return Plan(checkpoint, recipe, shards, sides, files, spread, respelled, kept, reasons, problems, notes)
