@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
@@ -29,6 +30,7 @@ def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress
             plan.notes.append(f"continued: {len(journal.done)} of {len(plan.shards)} shards were done already")
         with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
             values = write_shards(plan, journal, amax, workers, advance)
+        values.exact += _respelled_values(plan)
         commit(plan, journal)
     return values
 
@@ -53,7 +55,7 @@ def scan_job(plan: Plan, workers: int, progress: Progress, *, count_over_span: b
             values.rounded += count
         else:
             values.exact += count
-    values.exact -= values.over_span
+    values.exact += _respelled_values(plan) - values.over_span
     return values
 
 
@@ -75,6 +77,10 @@ def lack_of_space(plan: Plan, destination: Path) -> str:
     needed = sum(shard.layout.data_bytes for shard in plan.shards)
     free = free_space(destination) + left_behind(destination)
     return f"the output takes {needed:,} bytes; {free:,} are free at {destination}" if needed > free else ""
+
+
+def _respelled_values(plan: Plan) -> int:
+    return sum(math.prod(weight.shape) for weights in plan.respelled.values() for weight in weights)
 
 
 def _refuses_over_span(plan: Plan) -> bool:

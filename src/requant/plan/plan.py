@@ -10,6 +10,7 @@ from typing import Any
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
 from requant.checkpoint.sidefiles import SideFile, side_files
 from requant.dialects import DIALECTS
+from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.families.family import family_of
 from requant.plan.config_edit import edit_config
@@ -29,7 +30,7 @@ class Plan:
     """What will be done.
 
     ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
-    ``spread`` holds the jobs of the fused groups that lie in more than one shard. ``respelled`` counts by scheme
+    ``spread`` holds the jobs of the fused groups that lie in more than one shard. ``respelled`` holds by scheme
     the weights whose parts only change their names, or what lies beside them.
     """
 
@@ -39,7 +40,7 @@ class Plan:
     side_files: list[SideFile]
     files: Mapping[str, bytes]
     spread: Mapping[str, list[Job]]
-    respelled: Counter[str]
+    respelled: Mapping[str, list[Weight]]
     kept: int
     kept_reasons: dict[str, int]
     problems: list[Problem]
@@ -65,6 +66,7 @@ class Plan:
         jobs = list(self.jobs())
         bytes_out = sum(shard.layout.data_bytes for shard in self.shards)
         shared = sum(shard.layout.shared_bytes for shard in self.shards)
+        respelled = Counter({scheme: len(weights) for scheme, weights in self.respelled.items()})
         return {
             "ok": not self.problems,
             "bytes_in": self.checkpoint.data_bytes,
@@ -74,8 +76,8 @@ class Plan:
             "bytes_shared": shared,
             "tensors_in": self.checkpoint.tensor_count,
             "tensors_out": sum(len(shard.layout.tensors) for shard in self.shards),
-            "converted": dict(Counter(job.kind.target.scheme.name for job in jobs) + self.respelled),
-            "routes": dict(Counter(job.kind.route.kind for job in jobs) + Counter(exact=self.respelled.total())),
+            "converted": dict(Counter(job.kind.target.scheme.name for job in jobs) + respelled),
+            "routes": dict(Counter(job.kind.route.kind for job in jobs) + Counter(exact=respelled.total())),
             "kept": self.kept,
             "kept_reasons": self.kept_reasons,
             "problems": [problem.to_json() for problem in self.problems],
@@ -117,6 +119,6 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         problems += error.problems
     kept = len(selection.kept) + sum(map(len, selection.already.values()))
     reasons = dict(selection.kept_reasons)
-    respelled = Counter({target.scheme.name: len(weights) for target, weights in selection.respelled.items()})
+    respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
     spread = spread_groups(jobs)
     return Plan(checkpoint, recipe, shards, sides, files, spread, respelled, kept, reasons, problems, notes)
