@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from requant.errors import CallError, Problem
 
 Members = tuple[str, ...]
+
+_KEYS = "model_types and fused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Return the families that this version knows, by name."""
     sources = [entry for entry in files(__package__).iterdir() if entry.name.endswith(".yaml")]
-    found = (parse_family(Path(entry.name).stem, entry.read_text()) for entry in sources)
+    found = (parse_family(entry.name, entry.read_text()) for entry in sources)
     return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
@@ -48,23 +51,35 @@ def family_named(name: str) -> Family:
     if not path.is_file():
         remedy = f"one of {', '.join(families())}, or a file that `requant family init` has drafted"
         raise CallError(Problem("bad-option", f"unknown family {name!r}", remedy=remedy))
-    return parse_family(path.stem, path.read_text())
+    try:
+        return parse_family(name, path.read_text())
+    except (OSError, UnicodeError) as error:
+        raise _malformed(name, 0, str(error)) from None
 
 
-def parse_family(name: str, text: str) -> Family:
-    """Parse a family's YAML; CallError, with the line, where it is not one."""
+def parse_family(file: str, text: str) -> Family:
+    """Parse the text of a family's YAML ``file``; CallError, with file and line, where it is not one."""
     import yaml
 
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise _malformed(name, str(error)) from None
-    if not isinstance(value, dict) or not value.keys() <= {"model_types", "fused"}:
-        raise _malformed(name, "its keys are model_types and fused")
-    types, fused = value.get("model_types", []), value.get("fused", [])
-    if not (_names(types) and isinstance(fused, list) and all(_names(members) for members in fused)):
-        raise _malformed(name, "model_types is a list of names, fused a list of lists of names")
-    return Family(name, tuple(types), tuple(tuple(members) for members in fused))
+        top = yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise _malformed(file, mark.line + 1 if mark else 0, error.problem or str(error)) from None
+    except yaml.YAMLError as error:  # a character that YAML does not allow has no line
+        raise _malformed(file, 0, " ".join(str(error).split())) from None
+    if not isinstance(top, yaml.MappingNode):
+        raise _malformed(file, 1, f"it is no mapping with the keys {_KEYS}")
+    lists: dict[str, Any] = {}
+    for key, value in top.value:
+        if key.value not in ("model_types", "fused"):
+            raise _malformed(file, key.start_mark.line + 1, f"its keys are {_KEYS}, not {key.value!r}")
+        if key.value in lists:
+            raise _malformed(file, key.start_mark.line + 1, f"{key.value} is there twice")
+        lists[key.value] = value
+    types = _names(file, lists["model_types"]) if "model_types" in lists else ()
+    fused = tuple(_group(file, node) for node in _items(file, lists["fused"])) if "fused" in lists else ()
+    return Family(Path(file).stem, types, fused)
 
 
 def fused_groups(modules: Iterable[str], family: Family) -> dict[str, str]:
@@ -93,9 +108,29 @@ def _divide(leaves: Members, fused: tuple[Members, ...]) -> tuple[tuple[str, str
     return tuple(found)
 
 
-def _names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+def _group(file: str, node: Any) -> Members:
+    members = _names(file, node)
+    if len(set(members)) < max(2, len(members)):
+        raise _malformed(file, node.start_mark.line + 1, "a fused group has two or more names, each once")
+    return members
 
 
-def _malformed(name: str, what: str) -> CallError:
-    return CallError(Problem("bad-option", f"family {name}: {what}", remedy="correct the file"))
+def _names(file: str, node: Any) -> Members:
+    """Return the strings of a YAML list."""
+    found = []
+    for item in _items(file, node):
+        if item.tag != "tag:yaml.org,2002:str":
+            raise _malformed(file, item.start_mark.line + 1, "a name is expected here")
+        found.append(item.value)
+    return tuple(found)
+
+
+def _items(file: str, node: Any) -> list[Any]:
+    if node.tag != "tag:yaml.org,2002:seq":
+        raise _malformed(file, node.start_mark.line + 1, "model_types is a list of names, fused a list of such lists")
+    return list(node.value)
+
+
+def _malformed(file: str, line: int, what: str) -> CallError:
+    place = f"{file}, line {line}" if line else file
+    return CallError(Problem("bad-option", f"family {place}: {what}", remedy="correct the file"))
