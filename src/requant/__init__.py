@@ -1,7 +1,7 @@
 """requant rewrites quantized checkpoints straight on the safetensors bytes.
 
-The verbs of the command line as functions: `convert`, `inspect`, `verify`, `compare`. They raise
-`CheckpointError`, `CallError` or `SurroundingsError`, each with its ``problems``.
+The verbs of the command line as functions: `convert`, `inspect`, `verify`, `compare`, `family_init`. They
+raise `CheckpointError`, `CallError` or `SurroundingsError`, each with its ``problems``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from requant.errors import CallError, CheckpointError, Problem, RequantError, Su
 from requant.version import __version__
 
 if TYPE_CHECKING:
-    from requant.api import compare, convert, inspect, verify
+    from requant.api import compare, convert, family_init, inspect, verify
 
 __all__ = [
     "CallError",
@@ -23,6 +23,7 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
+    "family_init",
     "inspect",
     "verify",
 ]

@@ -21,6 +21,7 @@ from requant.execute.progress import Progress, unwatched
 from requant.execute.tiles import Values
 from requant.execute.workers import default_workers
 from requant.formats import ScaleRule
+from requant.plan.family_draft import FamilyDraft, draft_family
 from requant.plan.inspection import Inspection, inspect_checkpoint
 from requant.plan.plan import Plan, make_plan
 from requant.recipe.recipe import Arithmetic, Exact, OverSpan, make_recipe
@@ -123,6 +124,12 @@ def inspect(src: StrPath) -> Inspection:
     """Return what the checkpoint in folder ``src`` holds, from its headers."""
     with os_errors(), open_checkpoint(existing_folder(src)) as checkpoint:
         return inspect_checkpoint(checkpoint)
+
+
+def family_init(src: StrPath) -> FamilyDraft:
+    """Draft the facts on a model's family from the names in folder ``src``: what engines may fuse into one layer."""
+    with os_errors(), open_checkpoint(existing_folder(src)) as checkpoint:
+        return draft_family(checkpoint)
 
 
 def verify(

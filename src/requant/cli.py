@@ -29,6 +29,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+family_app = typer.Typer(help="Facts on model families: what engines fuse into one layer.", no_args_is_help=True)
+app.add_typer(family_app, name="family")
+
 Src = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; default: the CPUs in the affinity mask.", min=1)]
@@ -159,6 +162,15 @@ def compare(
         report(found.to_json(), render.comparison, 1 if expect and not found.exact else 0)
         if expect and not found.exact:
             print(f"not exact: {found.total.differing:,} values differ, {found.unmatched} unmatched", file=sys.stderr)
+
+
+@family_app.command("init")
+def family_init(src: Src, as_json: Json = False) -> None:
+    """Draft the YAML of a checkpoint's family, for --family, on stdout."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+
+        report(api.family_init(src).to_json(), render.family_draft)
 
 
 @app.command()

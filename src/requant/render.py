@@ -112,6 +112,11 @@ def _notes(notes: Iterable[str]) -> None:
         err.print(f"[yellow]note[/yellow] {_plain(note)}")
 
 
+def family_draft(document: Mapping[str, Any]) -> None:
+    """Print the draft of a family's YAML as it is."""
+    print(document["yaml"], end="")
+
+
 def skeleton(document: Mapping[str, Any]) -> None:
     """Print what a checkpoint that has been made consists of."""
     made = f"{document['tensors']:,} tensors, {document['bytes']:,} bytes in {document['shards']} shards"
