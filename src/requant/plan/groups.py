@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from requant.dialects.recognise import Weight
 from requant.errors import Problem
 from requant.families.family import Family, fused_groups
-from requant.formats import format_named
 from requant.plan.select import Selection, Target
+from requant.schemes import scheme_of
+
+_POOLED = frozenset({"nvfp4", "nvfp4-scale2"})
+"""Formats with a number that the members of a fused group share."""
 
 
 def fused_members(
@@ -21,7 +25,7 @@ def fused_members(
     pooling = [
         weight.module
         for target, weights in selection.converted.items()
-        if format_named(target.format).name.startswith("nvfp4")
+        if target.format in _POOLED
         for weight in weights
     ]
     if not pooling:
@@ -30,18 +34,33 @@ def fused_members(
         message = f"which modules engines fuse is not known for the model type {model_type!r}"
         remedy = "--family generic if q/k/v and gate/up are all, or --family FILE as `requant family init` drafts it"
         return {}, [Problem("fused-split", message, "config.json", remedy)]
-    return fused_groups(pooling, family), []
+    groups = fused_groups(pooling, family)
+    lying = (*selection.respelled.values(), *selection.already.values(), selection.kept)
+    fixed = [weight.module for weights in lying for weight in weights if weight.format in _POOLED]
+    return groups, _joined_late(pooling, fixed, family) if fixed else []
+
+
+def _joined_late(pooling: Iterable[str], fixed: Iterable[str], family: Family) -> list[Problem]:
+    """Return a problem for every group of which some members have a global scale already, and others need one."""
+    is_fixed = {**dict.fromkeys(pooling, False), **dict.fromkeys(fixed, True)}
+    members: dict[str, list[str]] = {}
+    for module, group in fused_groups(is_fixed, family).items():
+        members.setdefault(group, []).append(module)
+    problems = []
+    for together in members.values():
+        have = sorted(module.rpartition(".")[2] for module in together if is_fixed[module])
+        if have and len(have) < len(together):
+            message = f"engines fuse it with {', '.join(have)}, whose global scale is fixed already and not its own"
+            module = min(module for module in together if not is_fixed[module])
+            problems.append(Problem("fused-split", message, module, "convert all of them from one source"))
+    return problems
 
 
 def split_groups(selection: Selection, family: Family | None) -> list[Problem]:
     """Return a problem for every fused group that a rule reaches and that would not be under one scheme."""
     if family is None:
         return []
-    schemes: dict[str, str] = {
-        weight.module: "unquantized" if weight.format == "dense" else weight.format
-        for weight in selection.kept
-        if len(weight.shape) == 2
-    }
+    schemes: dict[str, str] = {weight.module: _kept_name(weight) for weight in selection.kept if len(weight.shape) == 2}
     several = sum(1 for _, weights in selection.under_schemes() if weights) > 1
     reached: set[str] = set()
     parents = None if several else {module.rpartition(".")[0] for module in schemes}
@@ -59,6 +78,13 @@ def split_groups(selection: Selection, family: Family | None) -> list[Problem]:
         for together in members.values()
         if len({schemes[module] for module in together}) > 1 and not reached.isdisjoint(together)
     ]
+
+
+def _kept_name(weight: Weight) -> str:
+    if weight.format == "dense":
+        return "unquantized"
+    scheme = scheme_of(weight.format, stores_input_scale=bool(weight.inputs))
+    return weight.format if scheme is None else scheme.name
 
 
 def _scheme_name(target: Target) -> str:
