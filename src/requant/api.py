@@ -16,7 +16,7 @@ from requant.checkpoint.checkpoint import open_checkpoint
 from requant.checks.compare import Comparison, compare_checkpoints
 from requant.checks.verify import Level, Verification, verify_folder
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
-from requant.execute.job import obstacles, run_job, scan_job
+from requant.execute.job import check_input_scales, obstacles, run_job, scan_job
 from requant.execute.progress import Progress, unwatched
 from requant.execute.tiles import Values
 from requant.execute.workers import default_workers
@@ -104,6 +104,7 @@ def convert(
         if not dry_run:
             values = run_job(plan, destination, workers, restart, progress)
         else:
+            check_input_scales(plan)
             plan.notes.extend(obstacles(plan, destination, restart))
             if scan:
                 values = scan_job(plan, workers, progress, count_over_span=True)

@@ -1,6 +1,7 @@
 """The activation scales that a scheme stores beside its weights, found without running the model.
 
-Members of a fused layer share one value, and so do all experts of a layer: engines keep one.
+Members of a fused layer share one value, and so do all experts of a layer: engines keep one. Only a scale that lies
+beside a weight already stays what it is.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from requant.checkpoint.header import TensorRef
 from requant.dialects import DIALECTS
 from requant.dialects.compressed_tensors import COMPRESSED_TENSORS
 from requant.dialects.recognise import Weight
 from requant.engines.resolver import name_variants
 from requant.errors import CallError, CheckpointError, Problem
 from requant.families.family import family_of, fused_groups
+from requant.formats.dense import VALUE_DTYPES
+from requant.plan.input_bound import InputBounds, Latent
 from requant.plan.inventory import take_inventory
 from requant.plan.plan import Plan
 from requant.plan.shards import StoredInput
@@ -29,6 +34,8 @@ InputAmax = Callable[[StoredInput], float]
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 _MOST_NAMED = 20
+_BOUND_BYTES = 16 << 20
+"""A projection is read in pieces that take so many bytes as float64."""
 
 
 def input_amax(plan: Plan) -> InputAmax:
@@ -40,13 +47,16 @@ def input_amax(plan: Plan) -> InputAmax:
     """
     wish = plan.recipe.input_scale
     stored = [one for shard in plan.shards for one in shard.inputs]
-    if wish.kind == "constant":
-        known = {one.weight.module: _own(plan.checkpoint, one.weight) for one in stored if one.weight.inputs}
-    else:
-        known = _from_path(wish.path) if wish.path is not None else {}
+    own: dict[str, float] = {}
+    if plan.bounds is not None:
+        known = _from_bounds(plan.checkpoint, plan.bounds, stored)
+    elif wish.path is not None and stored:
+        known = _from_path(wish.path)
         missing = [one.weight for one in stored if _look_up(known, one.weight.module) is None]
         if missing:
-            raise CheckpointError(_missing(missing, str(wish.path)))
+            raise CheckpointError(_missing(missing, str(wish.path)), plan.to_json())
+    else:
+        own = known = {one.weight.module: _own(plan.checkpoint, one.weight) for one in stored if one.weight.inputs}
     if not known:
         return lambda one: _constant(one, wish.value)
     keys = _keys(plan, stored)
@@ -58,7 +68,8 @@ def input_amax(plan: Plan) -> InputAmax:
             shared[key] = max(shared.get(key, 0.0), found)
 
     def amax(one: StoredInput) -> float:
-        found = shared.get(keys[one.weight.module])
+        module = one.weight.module
+        found = own[module] if module in own else shared.get(keys[module])
         return _constant(one, wish.value) if found is None else found
 
     return amax
@@ -74,16 +85,53 @@ def _own(checkpoint: Checkpoint, weight: Weight) -> float:
     """Return the amax behind the activation scale that a weight has in its checkpoint."""
     scale = DIALECTS[weight.dialect].input_scales[weight.format]
     part = weight.inputs[0]
-    data = checkpoint.store.read(part.shard, part.offset, part.nbytes)
-    dtype = {"F32": "<f4", "F16": "<f2"}.get(part.dtype)
-    if dtype is None:  # BF16 is the upper half of an F32
-        value = float((np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).max())
-    else:
-        value = float(np.frombuffer(data, dtype).max())
-    if not (value > 0 and math.isfinite(value)):
-        message = f"{part.name} in {part.shard} is {value}: no scale of activations"
+    if part.dtype not in VALUE_DTYPES:
+        message = f"{part.name} in {part.shard} is {part.dtype}: no scale of activations"
+        raise CheckpointError(Problem("unknown-format", message, weight.module, "restore it from its source"))
+    stored = _values(checkpoint, part)
+    if not (stored.size and (stored > 0).all() and np.isfinite(stored).all()):
+        message = f"{part.name} in {part.shard} is {stored.tolist()}: no scale of activations"
         raise CheckpointError(Problem("nan-or-inf", message, weight.module, "calibrate it, or give --input-scale"))
-    return scale.amax(value)
+    return max(scale.amax(value) for value in stored.tolist())
+
+
+def _values(checkpoint: Checkpoint, tensor: TensorRef, rows: slice = slice(None)) -> NDArray[np.float32]:
+    """Return a tensor of floats, or some rows of it, as F32."""
+    first, last, _ = rows.indices(tensor.shape[0] if tensor.shape else 1)
+    share = tensor.nbytes // (tensor.shape[0] if tensor.shape else 1)
+    data = checkpoint.store.read(tensor.shard, tensor.offset + first * share, (last - first) * share)
+    return np.frombuffer(data, VALUE_DTYPES[tensor.dtype]).astype(np.float32).reshape(last - first, *tensor.shape[1:])
+
+
+def _from_bounds(checkpoint: Checkpoint, bounds: InputBounds, stored: list[StoredInput]) -> dict[str, float]:
+    """Return the bound on the activations of every module; see `requant.plan.input_bound`."""
+    by_layer: dict[Latent, float] = {}
+    found = {}
+    for module in (one.weight.module for one in stored):
+        latent = bounds.latents.get(module)
+        if latent is None:
+            found[module] = bounds.situ
+            continue
+        if latent not in by_layer:
+            by_layer[latent] = _bound(checkpoint, latent)
+        found[module] = by_layer[latent]
+    return found
+
+
+def _bound(checkpoint: Checkpoint, latent: Latent) -> float:
+    """Return √n · max ‖D_i ∘ g‖₂, the largest magnitude that D·y can have for a y of the norm with gain g."""
+    gain = _values(checkpoint, latent.norm).astype(np.float64)
+    largest = 0.0
+    rows, columns = latent.down.shape
+    step = max(1, _BOUND_BYTES // (8 * columns))
+    for first in range(0, rows, step):
+        scaled = _values(checkpoint, latent.down, slice(first, first + step)) * gain
+        largest = float(np.maximum(largest, np.einsum("ij,ij->i", scaled, scaled).max()))  # unlike max, keeps a NaN
+    if not (largest > 0 and math.isfinite(largest)):
+        message = f"it and {latent.norm.name} bound the experts' input by {largest}: no scale of activations"
+        remedy = "repair the source, or give --input-scale constant:1.0"
+        raise CheckpointError(Problem("nan-or-inf", message, latent.down.name, remedy))
+    return math.sqrt(columns * largest)
 
 
 def _from_path(path: Path) -> dict[str, float]:

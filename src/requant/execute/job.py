@@ -59,6 +59,12 @@ def scan_job(plan: Plan, workers: int, progress: Progress, *, count_over_span: b
     return values
 
 
+def check_input_scales(plan: Plan) -> None:
+    """Raise what keeps the activation scales from being found in another checkpoint, or in a file."""
+    if plan.recipe.input_scale.kind == "path":
+        input_amax(plan)
+
+
 def obstacles(plan: Plan, destination: Path, restart: bool) -> list[str]:
     """Return what, as things are, would keep the job from starting."""
     try:

@@ -161,7 +161,16 @@ def fingerprint_of(plan: Plan) -> str:
     checkpoint, wish = plan.checkpoint, plan.recipe.to_json()
     shards = [(shard.shard, shard.size, shard.digest) for shard in checkpoint.shards]
     config = xxhash.xxh3_128_hexdigest(checkpoint.config or b"")
-    return xxhash.xxh3_128_hexdigest(json.dumps([__version__, wish, shards, config]).encode())
+    scales = _state_of(plan.recipe.input_scale.path)
+    return xxhash.xxh3_128_hexdigest(json.dumps([__version__, wish, shards, config, scales]).encode())
+
+
+def _state_of(path: Path | None) -> list[tuple[str, int, int]]:
+    """Return what changes with the file, or with the files of the folder, at ``path``."""
+    if path is None:
+        return []
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
 
 
 def left_behind(folder: Path) -> int:

@@ -16,6 +16,7 @@ from requant.families.family import family_of
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
 from requant.plan.groups import fused_members, split_groups
+from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory
 from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes, spread_groups
 from requant.plan.respell import respelled_parts
@@ -31,7 +32,8 @@ class Plan:
 
     ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
     ``spread`` holds the jobs of the fused groups that lie in more than one shard. ``respelled`` holds by scheme
-    the weights whose parts only change their names, or what lies beside them.
+    the weights whose parts only change their names, or what lies beside them, ``bounds`` what bounds the activations
+    if the recipe asks for that.
     """
 
     checkpoint: Checkpoint
@@ -41,6 +43,7 @@ class Plan:
     files: Mapping[str, bytes]
     spread: Mapping[str, list[Job]]
     respelled: Mapping[str, list[Weight]]
+    bounds: InputBounds | None
     kept: int
     kept_reasons: dict[str, int]
     problems: list[Problem]
@@ -102,12 +105,18 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     dialect = DIALECTS[recipe.dialect]
     jobs = make_jobs(selection, recipe, dialect, source.dtype, groups)
     problems += must_round(jobs)
-    renamed, unspoken = respelled_parts(selection, dialect)
+    renamed, unspoken = respelled_parts(selection, dialect, recipe.input_scale)
     problems += unspoken
     copies = kept_tensors(inventory, selection, renamed)
     if not problems:
         check_conservation(checkpoint, jobs, copies, sum(again is None for again in renamed.values()))
-    shards = lay_out_shards(checkpoint, jobs, copies, stored_inputs(selection, dialect))
+    inputs = stored_inputs(selection, dialect, recipe.input_scale)
+    bounds = None
+    if recipe.input_scale.kind == "bound" and inputs:
+        modules = [one.weight.module for stored in inputs.values() for one in stored]
+        bounds, unbounded = find_bounds(modules, inventory.weights, source)
+        problems += unbounded
+    shards = lay_out_shards(checkpoint, jobs, copies, inputs)
     files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
     try:
@@ -121,4 +130,4 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     reasons = dict(selection.kept_reasons)
     respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
     spread = spread_groups(jobs)
-    return Plan(checkpoint, recipe, shards, sides, files, spread, respelled, kept, reasons, problems, notes)
+    return Plan(checkpoint, recipe, shards, sides, files, spread, respelled, bounds, kept, reasons, problems, notes)

@@ -8,14 +8,17 @@ from requant.dialects.recognise import Weight
 from requant.errors import Problem
 from requant.formats import format_named
 from requant.plan.select import Selection
+from requant.recipe.input_scale import InputScaleSource
 
 
-def respelled_parts(selection: Selection, dialect: Dialect) -> tuple[dict[str, TensorRef | None], list[Problem]]:
+def respelled_parts(
+    selection: Selection, dialect: Dialect, input_scale: InputScaleSource
+) -> tuple[dict[str, TensorRef | None], list[Problem]]:
     """Return tensor name → the tensor as it is written (None: left out), where that is not as it is.
 
     Weights in a scheme's format take its dialect's names and lose an activation scale that the scheme has no use
-    for. Kept quantized weights are respelled with them: one config.json speaks one dialect. Those that it has no
-    names for are problems.
+    for, or that ``input_scale`` replaces. Kept quantized weights are respelled with them: one config.json speaks one
+    dialect. Those that it has no names for are problems.
     """
     found: dict[str, TensorRef | None] = {}
     problems = []
@@ -23,7 +26,7 @@ def respelled_parts(selection: Selection, dialect: Dialect) -> tuple[dict[str, T
         for weight in weights:
             if weight.dialect != dialect.name:
                 found.update(_renamed(weight, dialect))
-            if weight.inputs and not target.scheme.stores_input_scale:
+            if weight.inputs and (input_scale.overrides or not target.scheme.stores_input_scale):
                 found.update((part.name, None) for part in weight.inputs)
     for weight in selection.kept:
         if weight.format in ("", "dense") or weight.dialect == dialect.name:

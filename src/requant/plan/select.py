@@ -69,7 +69,7 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
                 if weight.shape[1] % widths[target] == 0:
                     found.converted[target].append(weight)
                     continue
-            elif _as_written(weight, target, recipe.dialect):
+            elif _as_written(weight, target, recipe):
                 found.already[target].append(weight)
                 found.kept_reasons[f"already-{target.scheme.name}"] += 1
                 continue
@@ -162,11 +162,13 @@ class _Chooser:
                 found.problems.append(Problem("target-matches-nothing", message, remedy=remedy))
 
 
-def _as_written(weight: Weight, target: Target, dialect: str) -> bool:
+def _as_written(weight: Weight, target: Target, recipe: Recipe) -> bool:
     """Tell whether a weight in the target's format is spelled, and accompanied, as the output wants it."""
     if target.format == "dense":
         return True
-    return weight.dialect == dialect and bool(weight.inputs) == target.scheme.stores_input_scale
+    if weight.dialect != recipe.dialect or bool(weight.inputs) != target.scheme.stores_input_scale:
+        return False
+    return not (weight.inputs and recipe.input_scale.overrides)
 
 
 def _fault(weight: Weight, rule: Rule | None, keep: str) -> Problem | None:

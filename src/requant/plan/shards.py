@@ -15,6 +15,7 @@ from requant.dialects.recognise import Weight
 from requant.plan.inventory import Inventory
 from requant.plan.jobs import Job
 from requant.plan.select import Selection
+from requant.recipe.input_scale import InputScaleSource
 
 
 class StoredInput(NamedTuple):
@@ -36,7 +37,7 @@ class ShardPlan:
     verbatim: bool
 
 
-def stored_inputs(selection: Selection, dialect: Dialect) -> dict[str, list[StoredInput]]:
+def stored_inputs(selection: Selection, dialect: Dialect, wish: InputScaleSource) -> dict[str, list[StoredInput]]:
     """Return the activation scales to be written, by the shard of the weight that they are for."""
     found: dict[str, list[StoredInput]] = {}
     for selected in (selection.converted, selection.respelled):
@@ -45,7 +46,7 @@ def stored_inputs(selection: Selection, dialect: Dialect) -> dict[str, list[Stor
                 continue
             scale = dialect.input_scales[target.format]
             for weight in weights:
-                if weight.inputs and selected is selection.respelled:
+                if weight.inputs and selected is selection.respelled and not wish.overrides:
                     continue  # it has its own
                 stored = StoredInput(f"{weight.module}.{scale.suffix}", weight, scale)
                 found.setdefault(weight.parts[0].shard, []).append(stored)

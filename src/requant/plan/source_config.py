@@ -60,6 +60,19 @@ class SourceConfig:
         return None
 
     @property
+    def situ_bound(self) -> float | None:
+        """What the output of the activation SiTU cannot exceed in magnitude; None: the activation is another one.
+
+        SiTU is β·tanh(gate/β)·sigmoid(gate) · λ·tanh(up/λ); without a λ its output has no bound.
+        """
+        for scope in _scopes(self.value):
+            if scope.get("hidden_act") == "situ":
+                betas = scope.get("activation_situ_beta", 4.0), scope.get("activation_situ_linear_beta", 25.0)
+                if all(isinstance(beta, int | float) and 0 < beta < 1e15 for beta in betas):
+                    return float(betas[0] * betas[1])
+        return None
+
+    @property
     def is_compressed_tensors(self) -> bool:
         """Whether the quantization_config is in the compressed-tensors dialect."""
         return self.quantization.get("quant_method") == "compressed-tensors"

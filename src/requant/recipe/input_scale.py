@@ -20,6 +20,11 @@ class InputScaleSource:
     value: float = 0.0
     path: Path | None = None
 
+    @property
+    def overrides(self) -> bool:
+        """Whether it is meant to replace scales that weights have already: a constant only fills gaps."""
+        return self.kind != "constant"
+
 
 NO_CALIBRATION = InputScaleSource("constant", 1.0)
 """What is stored where nobody has measured anything."""
