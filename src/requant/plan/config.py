@@ -45,7 +45,7 @@ def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
     ranked, scheme_number = _rank(schemes.values())
     if not ranked:
         raise ValueError("no module has a scheme")
-    templates = _templates(_one_expert_of_each(schemes), scheme_number)
+    templates = _templates(one_expert_of_each(schemes), scheme_number)
     verdicts = _verdicts_by_suffix(templates)
     if len(ranked) == 1:
         targets = [["Linear"]]
@@ -56,7 +56,7 @@ def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
     return config
 
 
-def _one_expert_of_each(schemes: Mapping[str, Group | None]) -> Mapping[str, Group | None]:
+def one_expert_of_each(schemes: Mapping[str, Group | None]) -> Mapping[str, Group | None]:
     """Leave one expert to stand for its layer, if in no layer the experts differ: hundreds say the same."""
     told: dict[tuple[str, str], Group | None] = {}
     few: dict[str, Group | None] = {}

@@ -1,49 +1,63 @@
 """The ``quantization_config`` of the dialect modelopt: one algorithm and what it leaves out, or a table of layers.
 
-vLLM (``quantization/modelopt.py``) matches ``ignore`` as globs against its own names, looks up the members of a fused
-layer in ``quantized_layers`` one by one, and finds routed experts there by their common prefix.
+vLLM (``quantization/modelopt.py``) matches ``ignore`` as globs against its own names, those of fused layers included,
+and looks its layers up in ``quantized_layers``. It calls the key ``ignore``, SGLang ``exclude_modules``.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from requant.dialects.compressed_tensors import Group
-from requant.engines.resolver import name_variants
+from requant.engines.fused import fused_layers
+from requant.engines.resolver import TEXT_ROOTS, component_spellings, name_variants, split_root
+from requant.plan.config import one_expert_of_each
 from requant.version import __version__
 
+Algorithm = tuple[str, int | None]
+"""ModelOpt's name for a group, and its group size."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
+_ROOT_NAMES = frozenset(name for root in TEXT_ROOTS for name in root.split("."))
 
 
 def modelopt_config(groups: Mapping[str, Group | None]) -> dict[str, Any]:
     """Return the config of a checkpoint whose modules are quantized as their groups say (None: they are not)."""
-    algorithms = {module: _algorithm(group) for module, group in _one_expert(groups).items()}
-    used = sorted({algorithm for algorithm, _ in filter(None, algorithms.values())})
+    algorithms = {module: _algorithm(group) for module, group in one_expert_of_each(groups).items()}
+    algorithms |= fused_layers(algorithms)
+    used = sorted({found[0] for found in algorithms.values() if found})
     config: dict[str, Any] = {"producer": {"name": "requant", "version": __version__}}
     if len(used) == 1:
-        group_size = next(size for found in algorithms.values() if found for size in found[1:])
-        sizes = {"group_size": group_size} if group_size else {}
-        config |= {"quant_method": "modelopt", "quant_algo": used[0], **sizes}
+        config |= {"quant_method": "modelopt", "quant_algo": used[0]}
     else:
+        config |= {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"}
+    for name, size in filter(None, algorithms.values()):
+        if size and (len(used) == 1 or name.endswith("NVFP4")):
+            config["group_size"] = size
+    if len(used) > 1:
         layers = {
             name: {"quant_algo": found[0], **({"group_size": found[1]} if found[1] else {})}
             for module, found in algorithms.items()
             if found
             for name in name_variants(module)
         }
-        config |= {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"}
         config["quantized_layers"] = dict(sorted(layers.items()))
-    config["ignore"] = _globs(algorithms)
-    config["kv_cache_scheme"] = None
-    return config
+    globs = _globs(algorithms)
+    return {**config, "ignore": globs, "exclude_modules": globs, "kv_cache_scheme": None}
 
 
-def _algorithm(group: Group | None) -> tuple[str, int | None] | None:
-    """Return ModelOpt's name for a group, and its group size."""
+def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the older form of a config from `modelopt_config`, which readers expect in hf_quant_config.json."""
+    kept = {key: config[key] for key in ("quant_algo", "group_size", "quantized_layers") if key in config}
+    rest = {"kv_cache_quant_algo": None, "exclude_modules": config["exclude_modules"]}
+    return {"producer": config["producer"], "quantization": {**kept, **rest}}
+
+
+def _algorithm(group: Group | None) -> Algorithm | None:
     if group is None:
         return None
     weights = group.weights
@@ -59,33 +73,44 @@ def _algorithm(group: Group | None) -> tuple[str, int | None] | None:
             return "FP8", None
 
 
-def _one_expert(groups: Mapping[str, Group | None]) -> dict[str, Group | None]:
-    """Leave the first expert of every layer: an engine asks for the layer's experts as one."""
-    few: dict[str, Group | None] = {}
-    for module, group in groups.items():
-        match = _EXPERT.fullmatch(module) if ".experts." in module else None
-        few.setdefault(module if match is None else f"{match[1]}0{match[2]}", group)
-    return few
-
-
-def _globs(algorithms: Mapping[str, object]) -> list[str]:
-    """Return globs for the modules that are not quantized: open in their numbers where no quantized one matches."""
+def _globs(algorithms: Mapping[str, Algorithm | None]) -> list[str]:
+    """Return globs for the modules that are not quantized: open where no quantized one matches, else literal names."""
     kept = [module for module, found in algorithms.items() if not found]
     others = [module for module, found in algorithms.items() if found]
-    quantized = sorted({_NUMBER.sub("0", name) for module in others for name in name_variants(module)})
+    quantized = {_NUMBER.sub("0", name) for module in others for name in name_variants(module)}
+    foreign = [module for module in others if len(split_root(module)[0]) == 1]
     safe: dict[str, bool] = {}
+
+    def is_safe(glob: str) -> bool:
+        if glob not in safe:
+            safe[glob] = not any(fnmatchcase(name, glob) for name in quantized)
+        return safe[glob]
+
     globs: set[str] = set()
     for module in kept:
-        path = _NUMBER.sub("*", module)
-        glob = "*" + path[path.index("layers.") :] if "layers." in path else f"*{path}"
-        if glob not in safe:
-            safe[glob] = not _matches_any(glob, quantized)
-        globs.update([glob] if safe[glob] else map(_literal, name_variants(module)))
+        whole = next(filter(is_safe, _subtrees(module)), None)
+        template = [whole] if whole else _templates(module)
+        if all(map(is_safe, template)):
+            globs.update(template)
+        else:  # vLLM takes names for parts of names, too
+            names = (name for name in name_variants(module) if not any(name in other for other in foreign))
+            globs.update(map(_literal, names))
     return sorted(globs)
 
 
-def _matches_any(glob: str, names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in names)
+def _subtrees(module: str) -> Iterator[str]:
+    """Yield globs for all that is below a module outside of the text model: engines rename what is in there."""
+    if len(split_root(module)[0]) == 1:
+        for name in module.split(".")[:-1]:
+            if not (name.isdecimal() or name in _ROOT_NAMES or name == "layers"):
+                yield f"*{name}.*"
+
+
+def _templates(module: str) -> list[str]:
+    """Return globs for a module under each of its names, open in its numbers and in where the layers hang."""
+    _, path = split_root(module)
+    path = path[path.index("layers.") :] if "layers." in path else path
+    return ["*" + _NUMBER.sub("*", ".".join(spelling)) for spelling in itertools.product(*component_spellings(path))]
 
 
 def _literal(name: str) -> str:

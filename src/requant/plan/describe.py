@@ -14,7 +14,7 @@ from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 from requant.plan.config import synthesize
 from requant.plan.config_fp8 import fp8_config
-from requant.plan.config_modelopt import modelopt_config
+from requant.plan.config_modelopt import hf_quant_config, modelopt_config
 from requant.plan.select import Selection
 from requant.plan.source_config import SourceConfig
 from requant.schemes import scheme_of
@@ -44,7 +44,7 @@ def describe(selection: Selection, dialect: Dialect, source: SourceConfig) -> De
         return Description(fp8_config(groups))
     if dialect.name == "modelopt":
         config = modelopt_config(groups)
-        beside = {"hf_quant_config.json": json.dumps(_hf_quant_config(config), indent=2).encode() + b"\n"}
+        beside = {"hf_quant_config.json": json.dumps(hf_quant_config(config), indent=2).encode() + b"\n"}
         return Description(config, beside)
     return Description(synthesize(groups))
 
@@ -133,9 +133,3 @@ def _kept_group(weight: Weight, quantization: Mapping[str, Any], name: str | Non
         return None
     ct_format = declared.get("format") or quantization.get("format")
     return Group(str(ct_format), declared["weights"], declared.get("input_activations"))
-
-
-def _hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the older form of a ModelOpt config, for readers of hf_quant_config.json."""
-    quantization = {key: value for key, value in config.items() if key not in ("quant_method", "ignore", "producer")}
-    return {"producer": config["producer"], "quantization": {**quantization, "exclude_modules": config["ignore"]}}
