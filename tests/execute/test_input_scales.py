@@ -260,6 +260,36 @@ def test_a_path_replaces_the_scales_that_weights_have_a_constant_does_not(tmp_pa
     assert set(scales(tmp_path / "same").values()) == {wanted}
 
 
+def test_a_scale_that_is_missing_beside_one_that_is_there(tmp_path: Path) -> None:
+    """The gap is filled with what the fused group has, not with a constant."""
+    weights = {
+        f"model.layers.0.mlp.{name}.{part}": array
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for part, array in (
+            ("weight", np.zeros((32, 64), ml_dtypes.float8_e4m3fn)),
+            ("weight_scale", np.ones(1, np.float32)),
+        )
+    }
+    weights["model.layers.0.mlp.up_proj.input_scale"] = np.full(1, 0.5, np.float32)
+    src = write(Source({"model.safetensors": weights}, {"model_type": "llama"}), tmp_path / "src")
+    requant.convert(src, tmp_path / "dst", "NVFP4", input_scale="constant:8")
+    found = {module.rpartition(".")[2]: value for module, value in scales(tmp_path / "dst").items()}
+    assert found == {"gate_proj": 2688 / 224, "up_proj": 2688 / 224, "down_proj": 8.0}
+
+
+def test_a_table_that_has_changed_is_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = checkpoint(tmp_path / "src")
+    path = tmp_path / "amax.json"
+    path.write_text(json.dumps(calibrated()))
+    with monkeypatch.context() as patch:
+        patch.setattr("requant.execute.job.commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            requant.convert(src, tmp_path / "dst", "NVFP4", input_scale=path)
+    path.write_text(json.dumps(calibrated(expert_weight=3.0)))
+    with pytest.raises(requant.CallError):
+        requant.convert(src, tmp_path / "dst", "NVFP4", input_scale=path)
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
 def test_a_scale_on_disk_that_is_none_is_a_problem_not_a_value(tmp_path: Path, bad: float) -> None:
     original = calibrated_checkpoint(tmp_path / "original", "compressed-tensors")
