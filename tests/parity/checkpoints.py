@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from types import ModuleType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -74,3 +75,10 @@ def differences(ours: Mapping[str, Stored], theirs: Mapping[str, Stored]) -> lis
                 f"first at {first}: {a.data[first]:#04x} against {b.data[first]:#04x}"
             )
     return lines
+
+
+def assert_same_meaning(oracle: ModuleType, ours: Path, theirs: Path) -> None:
+    """Assert that compressed-tensors reads the same out of two configs, for every weight of the first."""
+    modules = sorted({name.rpartition(".")[0] for name, t in read(ours).items() if len(t.shape) == 2})
+    expected = oracle.meaning(oracle.quantization_config(theirs), modules)
+    assert oracle.meaning(oracle.quantization_config(ours), modules) == expected

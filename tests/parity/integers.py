@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from parity import sources
-from parity.sources import heavy_tailed, mosaic
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,34 +25,13 @@ TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 
 
-def halves(rng: np.random.Generator, shape: tuple[int, int], _dtype: np.dtype[Any]) -> Any:
-    """A power of two as scale, and values half-way between two integers."""
-    largest = rng.choice([7.5, 127.5], (shape[0], 1))
-    values = rng.integers(-128, 128, shape) + rng.choice([0, 0.5, -0.5], shape)
-    values = np.clip(values, -largest, largest)
-    values[:, 0] = largest[:, 0]
-    return values * 2.0 ** rng.integers(-12, 3)
-
-
-def one_sided(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-    return abs(rng.standard_normal(shape) + 3) * rng.choice([-0.02, 0.02])
-
-
-def vanishing_one_sided(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-    return rng.integers(0, 4, shape) * float(ml_dtypes.finfo(dtype).smallest_subnormal) * rng.choice([-1, 1])
-
-
-def huge_one_sided(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-    return abs(sources.huge(rng, shape, dtype)) * rng.choice([-1, 1])
-
-
 def weight(dtype: str, shape: tuple[int, int], group: int, symmetric: bool, seed: int = 0) -> NDArray[Any]:
     """Awkward values, another kind for every group; none whose range overflows, which LLM Compressor cannot do."""
-    kinds = [*sources.KINDS, halves, one_sided, vanishing_one_sided, huge_one_sided, heavy_tailed]
+    kinds = list(sources.INTEGER_KINDS)
     if not symmetric:
         kinds.remove(sources.huge)
     numpy_dtype = sources.DTYPES[dtype]
-    return mosaic(np.random.default_rng(seed), shape, numpy_dtype, (1, group if group > 0 else shape[1]), kinds)
+    return sources.mosaic(np.random.default_rng(seed), shape, numpy_dtype, (1, group if group > 0 else shape[1]), kinds)
 
 
 def tensor(array: NDArray[Any], dtype: str) -> torch.Tensor:

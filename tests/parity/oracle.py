@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.utils.match import match_name
 from llmcompressor.entrypoints import model_free
 from loguru import logger
@@ -22,8 +22,17 @@ if TYPE_CHECKING:
 
     from parity.checkpoints import Stored
 
-PARTS = ("weight", "weight_packed", "weight_scale")
-TORCH_DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16}
+PARTS = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape")
+TORCH_DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
 
 logger.disable("llmcompressor")
 logger.disable("compressed_tensors")
@@ -38,7 +47,14 @@ def _save_contiguous(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def quantize(src: Path, dst: Path, scheme: str, ignore: Sequence[str], *, decode_to: str | None = None) -> Path:
+def weight_only(preset: str) -> QuantizationScheme:
+    """Return a preset without its activations, which LLM Compressor cannot calibrate without running a model."""
+    return preset_name_to_scheme(preset, []).model_copy(update={"input_activations": None})
+
+
+def quantize(
+    src: Path, dst: Path, scheme: str | QuantizationScheme, ignore: Sequence[str], *, decode_to: str | None = None
+) -> Path:
     """Run LLM Compressor's model-free PTQ; ``decode_to`` names the dtype to which it first decodes ``src``.
 
     Its dequantizer decodes to bfloat16 unless told otherwise, whatever the checkpoint's own dtype.

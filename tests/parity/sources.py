@@ -77,6 +77,27 @@ def huge(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
     return values * float(ml_dtypes.finfo(dtype).max)
 
 
+def halves(rng: np.random.Generator, shape: Shape, _dtype: np.dtype[Any]) -> Any:
+    """A power of two as scale, and values half-way between two integers."""
+    largest = rng.choice([7.5, 127.5], (shape[0], 1))
+    values = rng.integers(-128, 128, shape) + rng.choice([0, 0.5, -0.5], shape)
+    values = np.clip(values, -largest, largest)
+    values[:, 0] = largest[:, 0]
+    return values * 2.0 ** rng.integers(-12, 3)
+
+
+def one_sided(rng: np.random.Generator, shape: Shape, _dtype: np.dtype[Any]) -> Any:
+    return abs(rng.standard_normal(shape) + 3) * rng.choice([-0.02, 0.02])
+
+
+def vanishing_one_sided(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
+    return rng.integers(0, 4, shape) * float(ml_dtypes.finfo(dtype).smallest_subnormal) * rng.choice([-1, 1])
+
+
+def huge_one_sided(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
+    return abs(huge(rng, shape, dtype)) * rng.choice([-1, 1])
+
+
 KINDS: tuple[Kind, ...] = (
     gaussian,
     zeros,
@@ -88,6 +109,8 @@ KINDS: tuple[Kind, ...] = (
     subnormal_scale,
     outlier,
 )
+
+INTEGER_KINDS: tuple[Kind, ...] = (*KINDS, halves, one_sided, vanishing_one_sided, huge_one_sided, heavy_tailed)
 
 
 def mosaic(
@@ -121,6 +144,49 @@ def dense(dtype: str, shapes: Mapping[str, tuple[int, int]], kinds: Sequence[Kin
     arrays["lm_head.weight"] = rng.normal(0, 1, (16, 32)).astype(numpy_dtype)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": CONFIG_NAMES[dtype]}
     return Source({"model.safetensors": arrays}, config, ("lm_head", "re:.*embed_tokens$"))
+
+
+LAYERS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "llama": {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")},
+    "qwen3_moe": {
+        "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "mlp.experts.0": ("gate_proj", "up_proj", "down_proj"),
+        "mlp.experts.1": ("gate_proj", "up_proj", "down_proj"),
+    },
+    "deepseek_v3": {
+        "self_attn": ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"),
+        "mlp": ("gate_proj", "up_proj", "down_proj"),
+        "mlp.experts.0": ("gate_proj", "up_proj", "down_proj"),
+        "mlp.shared_experts": ("gate_proj", "up_proj", "down_proj"),
+    },
+    "minimax_m2": {
+        "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "block_sparse_moe.experts.0": ("w1", "w2", "w3"),
+        "block_sparse_moe.experts.1": ("w1", "w2", "w3"),
+    },
+}
+"""Model type → the linear modules of a layer: below a parent, the leaves."""
+
+
+def layers(dtype: str, model_type: str, kinds: Sequence[Kind], missing: Sequence[str] = ()) -> Source:
+    """A checkpoint in one shard, a layer for each kind of values; no two members of a fused group reach as far.
+
+    ``missing`` names leaves that the model does not have.
+    """
+    rng, numpy_dtype = np.random.default_rng(3), DTYPES[dtype]
+    largest = float(ml_dtypes.finfo(numpy_dtype).max)
+    arrays: dict[str, Array] = {}
+    for layer, kind in enumerate(kinds):
+        for parent, leaves in LAYERS[model_type].items():
+            for place, leaf in enumerate(leaves):
+                if leaf not in missing:
+                    values = kind(rng, (16 + 24 * place, 96), numpy_dtype) * (1, 4, 0, 2)[(layer + place) % 4]
+                    weight = values.clip(-largest, largest).astype(numpy_dtype)
+                    arrays[f"model.layers.{layer}.{parent}.{leaf}.weight"] = weight
+        arrays[f"model.layers.{layer}.input_layernorm.weight"] = np.ones(96, numpy_dtype)
+    arrays["lm_head.weight"] = rng.normal(0, 1, (16, 32)).astype(numpy_dtype)
+    config = {"model_type": model_type, "dtype": CONFIG_NAMES[dtype]}
+    return Source({"model.safetensors": arrays}, config, ("lm_head",))
 
 
 K3_IGNORE = (
