@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter
+from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError
 from requant.execute.pooling import nan_or_inf, pool
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, Values, read_weight, tile_rows, values_of
-from requant.formats import NUMPY_BITS, Encoding, Tile
+from requant.formats import FLOAT_DTYPES, NUMPY_BITS, Encoding, Tile
 from requant.plan.jobs import Job, is_held
 
 
@@ -96,6 +97,7 @@ def _convert(
     exact = kind.route.exact
     if exact is not None and (exact.holds is None or exact.holds(pooled)):
         over_span = exact.transcode(source, target, pooled)
+        _refuse(weight, rows, _first_nonfinite(source[0], target))
         values = Values(exact=count - over_span, over_span=over_span)
     else:
         values = _round(state.job, rows, source, target, pooled, scratch)
@@ -118,8 +120,28 @@ def _round(
     errors = np.zeros(2) if route.scale == "mse" else None
     reference = route.arithmetic == "reference"
     how = Encoding(reference, route.scale, pooled, (weight.shape[0], weight.shape[1]), errors)
-    bad = route.target.encode(values_of(source, route, weight.shape[1], scratch), target, how)
+    _refuse(weight, rows, route.target.encode(values_of(source, route, weight.shape[1], scratch), target, how))
+    return Values() if errors is None else Values(amax_error=float(errors[0]), error=float(errors[1]))
+
+
+def _first_nonfinite(source: Tile, target: Sequence[Tile]) -> int:
+    """Return the flat index of the first NaN or Inf that an exact route has passed on, or made; -1: there is none.
+
+    Of payloads that are not decoded, FP8 codes alone can spell NaN; a decoded value can be beyond its dtype, and a
+    scale of the whole weight beyond F32, to which no place belongs but the first.
+    """
+    from requant.kernels import compare
+
+    payload = target[0] if target[0].dtype in FLOAT_DTYPES else source
+    bad = compare.first_nonfinite(payload.bits, payload.dtype) if payload.dtype in compare.FLOATING else -1
+    whole = target[-1]
+    if bad < 0 and whole.bits.size == 1 and whole.dtype == "F32":
+        return compare.first_nonfinite(whole.bits, "F32")
+    return bad
+
+
+def _refuse(weight: Weight, rows: Rows, bad: int) -> None:
+    """Raise CheckpointError if a flat index in some rows of a weight says that a value there is NaN or Inf."""
     if bad >= 0:
         columns = weight.shape[1]
         raise CheckpointError(nan_or_inf(weight, rows.first + bad // columns, bad % columns))
-    return Values() if errors is None else Values(amax_error=float(errors[0]), error=float(errors[1]))

@@ -21,24 +21,41 @@ def _invert(source: Sequence[Tile], target: Sequence[Tile], _pooled: float) -> i
     """
     for part, copy in zip(source[:2], target[:2], strict=True):
         np.copyto(copy.bits, part.bits)
-    values = source[2].bits.view(np.float32)
-    np.divide(np.float32(1), values, out=target[2].bits.view(np.float32))
+    with np.errstate(divide="ignore", over="ignore"):
+        np.divide(np.float32(1), source[2].bits.view(np.float32), out=target[2].bits.view(np.float32))
     return _inexact(source, 0.0)
 
 
+def _to_divisor(source: Sequence[Tile], target: Sequence[Tile], pooled: float) -> int:
+    """Invert a multiplier; one so small that its reciprocal is Inf, ModelOpt's 0 above all, leaves only zeros."""
+    inexact = _invert(source, target, pooled)
+    divisor = target[2].bits.view(np.float32)
+    if np.isinf(divisor).any():
+        codes = target[0].bits
+        codes &= np.uint8(0x88)
+        divisor[:] = 1
+    return inexact
+
+
 def _inexact(source: Sequence[Tile], _pooled: float) -> int:
-    power = np.frexp(source[2].bits.view(np.float32))[0].item() == 0.5
-    return 0 if power else source[0].bits.size * 2
+    return 0 if _inverts(source[2]) else source[0].bits.size * 2
 
 
 def _suspects(scales: Sequence[Tile], _pooled: float) -> NDArray[np.bool_]:
-    return np.array([[np.frexp(scales[1].bits.view(np.float32))[0].item() != 0.5]])
+    return np.array([[not _inverts(scales[1])]])
 
 
-_INVERTED = ExactRoute(_invert, _suspects, _inexact)
+def _inverts(scale: Tile) -> bool:
+    """Tell whether a global scale is a power of two, from 2^-127 on, whose reciprocal is one, too."""
+    mantissa, exponent = np.frexp(scale.bits.view(np.float32).item())
+    return bool(mantissa == 0.5 and exponent > -127)
+
 
 FROM_NVFP4: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
-    {("nvfp4", "nvfp4-scale2"): _INVERTED, ("nvfp4-scale2", "nvfp4"): _INVERTED}
+    {
+        ("nvfp4", "nvfp4-scale2"): ExactRoute(_invert, _suspects, _inexact),
+        ("nvfp4-scale2", "nvfp4"): ExactRoute(_to_divisor, _suspects, _inexact),
+    }
 )
 """(NVFP4, target format) → the exact route to it."""
 
