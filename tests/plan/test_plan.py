@@ -38,25 +38,37 @@ def weight(*shape: int) -> Any:
     return np.ones(shape, BF16)
 
 
-def test_full_size_kimi_k3_is_planned_to_its_published_size_in_bounded_memory(full_size_k3: Path) -> None:
-    """The figures are the published result of this job: 2.82 TB, 247,759 weights."""
-    ignore = [word for pattern in demo.IGNORE for word in ("--ignore", pattern)]
-    command = [sys.executable, "-m", "requant", "convert", str(full_size_k3), "/unused", "--scheme", "FP8_BLOCK"]
+def full_size(src: Path, *options: str) -> dict[str, Any]:
+    """Plan the conversion of the full-size Kimi-K3 in a process of its own, which must not take over 800 MB."""
+    command = [sys.executable, "-m", "requant", "convert", str(src), "/unused", *options, "--dry-run", "--json"]
     script = (
         "import resource, subprocess, sys\n"
         "code = subprocess.call(sys.argv[1:])\n"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, file=sys.stderr)\n"
         "sys.exit(code)\n"
     )
-    run = [sys.executable, "-c", script, *command, *ignore, "--dry-run", "--json"]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, check=True)
+    assert int(done.stderr.split()[-1]) < 800e6
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert (found["bytes_in"], found["tensors_in"]) == (1_560_860_324_864, 497_220)
+    return found
+
+
+def test_full_size_kimi_k3_is_planned_to_its_published_size_in_bounded_memory(full_size_k3: Path) -> None:
+    """The figures are the published result of this job: 2.82 TB, 247,759 weights."""
+    ignore = [word for pattern in demo.IGNORE for word in ("--ignore", pattern)]
+    found = full_size(full_size_k3, "--scheme", "FP8_BLOCK", *ignore)
     assert found["converted"] == {"FP8_BLOCK": 247_759}
     assert found["routes"] == {"exact": 247_296, "reference": 463}
-    assert (found["tensors_in"], found["tensors_out"]) == (497_220, 497_683)
-    assert (found["bytes_in"], found["bytes_out"]) == (1_560_860_324_864, 2_819_870_867_584)
-    assert found["problems"] == []
-    assert int(done.stderr.split()[-1]) < 800e6
+    assert (found["bytes_out"], found["tensors_out"]) == (2_819_870_867_584, 497_683)
+
+
+def test_full_size_kimi_k3s_experts_become_nvfp4(full_size_k3: Path) -> None:
+    """The published W4A4 checkpoint has 1,645.9 GB."""
+    found = full_size(full_size_k3, "--scheme", "NVFP4", "--target", r"re:.*\.experts\.\d+\.w[123]$")
+    assert (found["converted"], found["routes"]) == ({"NVFP4": 247_296}, {"exact": 247_296})
+    assert (found["bytes_out"], found["tensors_out"]) == (1_645_947_954_176, 991_812)
 
 
 def test_reading_and_writing_add_up(small_k3: Path, tmp_path: Path) -> None:
