@@ -76,9 +76,11 @@ def _agreed(jobs: list[Job], rounded: Callable[[Job], Job]) -> list[Job]:
 
 
 def _rounded(recipe: Recipe, dialect: Dialect, dtype: str, job: Job) -> Job:
-    """Return the job without an exact route."""
-    rule = replace(job.kind.target.rule, exact="off")
-    return job._replace(kind=_kind(job.weight, replace(job.kind.target, rule=rule), recipe, dialect, dtype))
+    """Return the job without an exact route; what must not be rounded is still told from it."""
+    target = job.kind.target
+    kind = _kind(job.weight, replace(target, rule=replace(target.rule, exact="off")), recipe, dialect, dtype)
+    route = replace(kind.route, required=job.kind.route.required)
+    return job._replace(kind=kind._replace(target=target, route=route))
 
 
 def _kind(weight: Weight, target: Target, recipe: Recipe, dialect: Dialect, dtype: str) -> Kind:
@@ -100,7 +102,8 @@ def must_round(jobs: Iterable[Job]) -> list[Problem]:
     return [
         Problem(
             "over-span",
-            f"no exact route leads from {job.kind.route.source.name} to {job.kind.route.target.name}",
+            f"no exact route leads from {job.kind.route.source.name} to {job.kind.route.target.name}"
+            + (" for all of its fused group" if job.group else ""),
             job.weight.module,
             remedy,
         )
