@@ -72,8 +72,9 @@ def convert(
     ``target`` and ``ignore`` are LLM Compressor's patterns. ``exact``: take exact routes where they exist
     (auto), never (off), or refuse to round a microscaled source (required). ``scale``: scales from the largest
     magnitude (amax), by a search for the least error (mse), or powers of two (pow2). ``input_scale``: where scales
-    of activations come from that NVFP4 and FP8 store: ``constant:VALUE``, ``bound``, or the path of a checkpoint
-    that has some or of a JSON file with amax by module. ``dialect``: the output's. ``family``: whose facts say
+    of activations come from that NVFP4 and FP8 store: ``constant:VALUE``, ``bound``, or the path of a
+    checkpoint that has some or of a JSON file with amax by module. Weights that have scales of their own keep
+    them under ``constant``. ``dialect``: the output's. ``family``: whose facts say
     which modules are fused, by name or as a YAML file, where config.json's model_type does not.
     ``dry_run``: plan from headers only; with ``scan`` read the scales of quantized sources, too. An interrupted
     job continues where it was; ``restart`` discards it. Whatever stands in the way is in the error that is raised
@@ -84,13 +85,13 @@ def convert(
         scheme,
         _texts(target),
         _texts(ignore),
-        exact,
-        on_over_span,
-        arithmetic,
-        scale,
-        os.fspath(input_scale),
-        dialect,
-        None if family is None else os.fspath(family),
+        exact=exact,
+        on_over_span=on_over_span,
+        arithmetic=arithmetic,
+        scale=scale,
+        input_scale=os.fspath(input_scale),
+        dialect=dialect,
+        family=None if family is None else os.fspath(family),
     )
     workers = _worker_count(workers)
     with os_errors():

@@ -60,7 +60,7 @@ def convert(
     ] = None,
     exact: Annotated[
         Literal["auto", "off", "required"],
-        typer.Option(help="Exact routes: where they exist, never, or no rounding of an MXFP4 source."),
+        typer.Option(help="Exact routes: where they exist, never, or no rounding of an MXFP4, MXFP8 or NVFP4 source."),
     ] = "auto",
     on_over_span: Annotated[
         Literal["round", "refuse"], typer.Option(help="Where an exact route cannot hold a region.")
@@ -71,17 +71,27 @@ def convert(
     ] = "reference",
     scale: Annotated[
         Literal["amax", "mse", "pow2"],
-        typer.Option(help="Scales from the largest magnitude, of least error, or powers of two."),
+        typer.Option(
+            help="Scales from the largest magnitude, by a search for the least squared error, or powers of two (FP8)."
+        ),
     ] = "amax",
     input_scale: Annotated[
         str,
-        typer.Option(metavar="constant:VALUE|bound|PATH", help="Activation scales that the scheme stores."),
+        typer.Option(
+            metavar="constant:VALUE|bound|PATH",
+            help="Activation scales that NVFP4 and FP8 store: VALUE, as compressed-tensors stores it, where a weight "
+            "has none; what Kimi-K3's weights bound them by; or those of a checkpoint, or of a JSON of amax by module.",
+        ),
     ] = "constant:1.0",
     dialect: Annotated[
-        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="How the output is written.")
+        Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Whose names and config the output has.")
     ] = "compressed-tensors",
     family: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="What is fused, where model_type does not say.")
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What engines fuse, if config.json's model_type does not say: generic, kimi_k3 …, or a YAML file.",
+        ),
     ] = None,
     workers: Workers = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")] = False,

@@ -51,6 +51,7 @@ def conversion(document: Mapping[str, Any]) -> None:
     if values is not None:
         out.print(
             f"values: {values['exact']:,} exact, {values['rounded']:,} rounded, {values['over_span']:,} over-span"
+            + (f"; the search gained {values['gain_db']:.2f} dB over amax scales" if "gain_db" in values else "")
         )
     out.print(f"{document['seconds']:.1f} s, peak {document['peak_rss'] / 1e6:,.0f} MB")
     _notes(document["notes"])

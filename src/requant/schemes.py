@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from requant.dialects.compressed_tensors import Group, ct_format
+from requant.formats import PackedInt
 
 Arguments = Mapping[str, Any]
 
@@ -50,8 +51,9 @@ def scheme_of(format_name: str, *, stores_input_scale: bool) -> Scheme | None:
     """Return the scheme of a weight of which nothing is known but its parts: of several, the weight-only one."""
     stored = format_name.replace("nvfp4-scale2", "nvfp4")
     found = [scheme for scheme in SCHEMES.values() if scheme.format == stored]
-    if not found and (match := _PACKED.fullmatch(stored)):
-        found = list(filter(None, [scheme_named(f"W{match[1]}A16{'_ASYM' if match[3] else ''}_G{match[2]}")]))
+    if not found and (packed := PackedInt.named(stored)):
+        name = f"W{packed.bits}A16{'' if packed.symmetric else '_ASYM'}_G{packed.group}"
+        found = list(filter(None, [scheme_named(name)]))
     found = [scheme for scheme in found if scheme.stores_input_scale == stores_input_scale]
     return min(found, key=lambda scheme: scheme.input_activations is not None, default=None)
 
@@ -108,7 +110,6 @@ _PRESETS = (
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _PRESETS})
 
-_PACKED = re.compile(r"int([48])-g(\d+)(-asym)?")
 _GROUPED = re.compile(r"(W[48]A16|W4A16_ASYM)_G([1-9]\d*)")
 
 

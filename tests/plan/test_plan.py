@@ -166,6 +166,36 @@ def test_every_bad_word_of_a_call_is_listed(toy: Path, tmp_path: Path) -> None:
     assert codes(error) == ["bad-option", "bad-option", "bad-pattern", "bad-pattern"]
 
 
+def test_a_scale_rule_that_a_scheme_has_no_use_for_is_a_note(toy: Path, tmp_path: Path) -> None:
+    def said(scheme: str, scale: str) -> bool:
+        return any("--scale" in note for note in plan(toy, tmp_path, scheme, scale=scale, family="generic")["notes"])
+
+    assert said("NVFP4", "pow2") and said("FP8", "mse")
+    assert not said("NVFP4", "mse") and not said("FP8", "pow2") and not said("FP8_BLOCK", "mse")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dialect"), [("MXFP8A16", "modelopt"), ("FP8_DYNAMIC", "modelopt"), ("NVFP4", "fp8")]
+)
+def test_a_scheme_that_a_dialect_cannot_say_is_refused(toy: Path, tmp_path: Path, scheme: str, dialect: str) -> None:
+    with pytest.raises(requant.CallError, match="has no way to write"):
+        plan(toy, tmp_path, scheme, dialect=dialect)
+
+
+def test_a_group_that_cannot_move_exactly_together_is_not_rounded_where_that_is_refused(tmp_path: Path) -> None:
+    bytes_ = np.zeros((128, 32), np.uint8)
+    tensors = {
+        "model.layers.0.mlp.gate_proj.weight_packed": bytes_,
+        "model.layers.0.mlp.gate_proj.weight_scale": bytes_[:, :2],
+        "model.layers.0.mlp.up_proj.weight": weight(128, 64),
+    }
+    folder = checkpoint(tmp_path / "src", tensors, {"model_type": "llama"})
+    assert plan(folder, tmp_path, "NVFP4")["routes"] == {"reference": 2}
+    with pytest.raises(requant.CheckpointError, match="fused group") as error:
+        plan(folder, tmp_path, "NVFP4", exact="required")
+    assert [problem.module for problem in error.value.problems] == ["model.layers.0.mlp.gate_proj"]
+
+
 def test_every_broken_weight_is_listed_at_once(tmp_path: Path) -> None:
     fp8 = np.zeros((128, 128), ml_dtypes.float8_e4m3fn)
     tensors = {

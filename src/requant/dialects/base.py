@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-Shape = tuple[int, ...]
+from requant.formats import PackedInt
 
-_PACKED = re.compile(r"int(?:[48]-g\d+|4-channel|8-channel(?=-))(-asym)?(?:-packed)?")
+Shape = tuple[int, ...]
 
 
 def same_shape(shape: Shape) -> Shape:
@@ -63,7 +62,8 @@ class Dialect:
     ``spellings``: storage format → its parts in the format's order; grouped integers of all widths and groups are
     there as "int" and "int-asym". ``input_scales``: format → activation scale. ``formats``: a scheme's format →
     the one that this dialect has in its place. ``scale_dtype``: that of float scales, if it is not the weights'.
-    ``float32``: formats that are encoded in float32, whatever arithmetic is asked for.
+    ``float32``: formats that are encoded in float32, whatever arithmetic is asked for. ``never_weight_only``: formats
+    under whose name engines quantize activations, too.
     """
 
     name: str
@@ -72,7 +72,9 @@ class Dialect:
     formats: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     scale_dtype: str | None = None
     float32: frozenset[str] = frozenset()
+    never_weight_only: frozenset[str] = frozenset()
 
     def spelling(self, format_name: str) -> tuple[Spelling, ...] | None:
         """Return how the parts of a format are written; None where this dialect has no way to."""
-        return self.spellings.get(_PACKED.sub(r"int\1", format_name))
+        packed = PackedInt.named(format_name)
+        return self.spellings.get(format_name if packed is None else "int" if packed.symmetric else "int-asym")

@@ -33,4 +33,5 @@ MODELOPT = Dialect(
     MappingProxyType({"nvfp4": "nvfp4-scale2"}),
     scale_dtype="F32",
     float32=frozenset({"fp8-block"}),
+    never_weight_only=frozenset({"mxfp8"}),
 )

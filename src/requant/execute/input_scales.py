@@ -42,8 +42,8 @@ def input_amax(plan: Plan) -> InputAmax:
     """Return the function from an activation scale to be written to the activations' amax behind it.
 
     A weight that has an activation scale of its own keeps it, unless the recipe names another source. Raises
-    CheckpointError (``missing-part``) for the weights that a source says nothing of, and CallError for one that
-    cannot be read.
+    CheckpointError for the weights that a source says nothing of (``missing-part``) or whose own scale is no positive
+    number (``nan-or-inf``), and CallError for a source that cannot be read.
     """
     wish = plan.recipe.input_scale
     stored = [one for shard in plan.shards for one in shard.inputs]

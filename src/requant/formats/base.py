@@ -85,6 +85,11 @@ class Format(Protocol):
         ...
 
     @property
+    def scale_rules(self) -> tuple[ScaleRule, ...]:
+        """The rules beside amax that `encode` follows; another leaves it with amax."""
+        ...
+
+    @property
     def pools_amax(self) -> bool:
         """Whether one scale covers more than a tile, so that `encode` needs ``how.amax``."""
         ...

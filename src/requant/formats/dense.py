@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from requant.formats.base import Encoding, Part, Tile
+from requant.formats.base import Encoding, Part, ScaleRule, Tile
 
 VALUE_DTYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -24,6 +24,7 @@ class Dense:
     packing = 1
     multiple = 1
     pools_amax = False
+    scale_rules: tuple[ScaleRule, ...] = ()
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the single part, of ``dtype``."""

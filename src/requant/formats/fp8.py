@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from requant.formats.base import Encoding, Part, Tile, ceil_div
+from requant.formats.base import Encoding, Part, ScaleRule, Tile, ceil_div
 
 BLOCK = 128
 
@@ -23,6 +23,7 @@ class Fp8Channel:
     packing = 1
     multiple = 1
     pools_amax = False
+    scale_rules: tuple[ScaleRule, ...] = ("mse", "pow2")
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per row."""
@@ -51,6 +52,7 @@ class Fp8Block:
     packing = 1
     multiple = 1
     pools_amax = False
+    scale_rules: tuple[ScaleRule, ...] = ("mse", "pow2")
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per block."""
@@ -80,6 +82,7 @@ class Fp8Tensor:
     packing = 1
     multiple = 1
     pools_amax = True
+    scale_rules: tuple[ScaleRule, ...] = ("pow2",)
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and a single scale of ``dtype``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from requant.formats.base import Encoding, Part, Tile
+from requant.formats.base import Encoding, Part, ScaleRule, Tile
 
 
 class Int8Channel:
@@ -14,6 +14,7 @@ class Int8Channel:
     packing = 1
     multiple = 1
     pools_amax = False
+    scale_rules: tuple[ScaleRule, ...] = ("mse",)
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and one scale of ``dtype`` per row."""

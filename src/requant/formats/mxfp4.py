@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from requant.formats.base import Encoding, Part, Tile
+from requant.formats.base import Encoding, Part, ScaleRule, Tile
 
 GROUP = 32
 
@@ -16,6 +16,7 @@ class Mxfp4:
     packing = 2
     multiple = GROUP
     pools_amax = False
+    scale_rules: tuple[ScaleRule, ...] = ("mse", "pow2")
 
     def parts(self, shape: tuple[int, int], dtype: str) -> tuple[Part, ...]:
         """Return the codes and the exponents; ``in`` must be a multiple of 32."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from requant.formats.base import Encoding, Part, Tile
+from requant.formats.base import Encoding, Part, ScaleRule, Tile
 
 GROUP = 16
 
@@ -22,6 +22,7 @@ class Nvfp4:
     packing = 2
     multiple = GROUP
     pools_amax = True
+    scale_rules: tuple[ScaleRule, ...] = ("mse",)
 
     def __init__(self, *, divides: bool):
         self.divides = divides

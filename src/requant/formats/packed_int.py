@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from requant.formats.base import Encoding, Part, Tile, ceil_div
+from requant.formats.base import Encoding, Part, ScaleRule, Tile, ceil_div
 
 WORD = 32
 CHANNEL = -1
@@ -30,6 +30,7 @@ class PackedInt:
     symmetric: bool = True
 
     pools_amax = False
+    scale_rules: ClassVar[tuple[ScaleRule, ...]] = ("mse",)
 
     @staticmethod
     def named(name: str) -> PackedInt | None:

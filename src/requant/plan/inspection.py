@@ -30,7 +30,8 @@ class Share:
 class Inspection:
     """Tensors, bytes, and their division by format and by role; ``classes`` maps (role, format) to its share.
 
-    A dense format is named by its dtype. ``config`` is the quantization_config that engines would read.
+    A dense format is named by its dtype. ``family`` is the model_type, ``config`` the quantization_config that
+    engines would read.
     """
 
     tensors: int
@@ -91,7 +92,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         checkpoint.data_bytes,
         formats,
         classes,
-        source.family,
+        source.model_type,
         source.quantization or None,
         notes,
     )

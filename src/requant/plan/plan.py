@@ -13,6 +13,7 @@ from requant.dialects import DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.families.family import family_of
+from requant.formats import format_named
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
 from requant.plan.groups import fused_members, split_groups
@@ -20,7 +21,7 @@ from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory
 from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes, spread_groups
 from requant.plan.respell import respelled_parts
-from requant.plan.select import select
+from requant.plan.select import Selection, select
 from requant.plan.shards import ShardPlan, check_conservation, kept_tensors, lay_out_shards, stored_inputs
 from requant.plan.source_config import parse_config
 from requant.recipe.recipe import Recipe
@@ -99,9 +100,10 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     inventory = take_inventory(checkpoint)
     selection = select(inventory.weights, recipe, source.experts)
     family = recipe.family or family_of(source.model_types)
-    groups, faults = fused_members(selection, family, source.family)
+    groups, faults = fused_members(selection, family, source.model_type)
     problems = inventory.problems + selection.problems + faults + split_groups(selection, family)
     notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
+    notes += _unused_scale_rule(selection, recipe)
     dialect = DIALECTS[recipe.dialect]
     jobs = make_jobs(selection, recipe, dialect, source.dtype, groups)
     problems += must_round(jobs)
@@ -131,3 +133,14 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
     spread = spread_groups(jobs)
     return Plan(checkpoint, recipe, shards, sides, files, spread, respelled, bounds, kept, reasons, problems, notes)
+
+
+def _unused_scale_rule(selection: Selection, recipe: Recipe) -> list[str]:
+    """Return a note for every scheme whose format has no use for the recipe's scale rule."""
+    if recipe.scale == "amax":
+        return []
+    return [
+        f"--scale {recipe.scale} is not for {target.scheme.name}: its scales are those of amax"
+        for target, weights in selection.converted.items()
+        if weights and recipe.scale not in format_named(target.format).scale_rules
+    ]

@@ -28,10 +28,10 @@ class SourceConfig:
     quantization: Mapping[str, Any]
 
     @property
-    def family(self) -> str | None:
-        """The model_type."""
-        family = self.value.get("model_type")
-        return family if isinstance(family, str) else None
+    def model_type(self) -> str | None:
+        """The model's own model_type."""
+        name = self.value.get("model_type")
+        return name if isinstance(name, str) else None
 
     @property
     def model_types(self) -> list[str]:

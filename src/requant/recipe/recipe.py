@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from requant.dialects import DIALECTS
+from requant.dialects import DIALECTS, Dialect
 from requant.errors import CallError, Problem
 from requant.families.family import Family, family_named
 from requant.formats import ScaleRule
@@ -122,9 +122,14 @@ def make_recipe(
 def _unspeakable(scheme: Scheme, dialect_name: str) -> list[Problem]:
     """Return the problem of a scheme that a dialect has no way to write."""
     dialect = DIALECTS[dialect_name]
-    if dialect.spelling(dialect.formats.get(scheme.format, scheme.format)) is not None:
+    if _is_speakable(scheme, dialect):
         return []
-    formats = {dialect.formats.get(other.format, other.format): name for name, other in SCHEMES.items()}
-    can = [name for format_name, name in formats.items() if dialect.spelling(format_name)]
+    can = [name for name, other in SCHEMES.items() if _is_speakable(other, dialect)]
     message = f"the dialect {dialect_name} has no way to write {scheme.name}"
     return [Problem("bad-option", message, remedy=f"it has {', '.join(can)}")]
+
+
+def _is_speakable(scheme: Scheme, dialect: Dialect) -> bool:
+    if scheme.input_activations is None and scheme.format in dialect.never_weight_only:
+        return False
+    return dialect.spelling(dialect.formats.get(scheme.format, scheme.format)) is not None
