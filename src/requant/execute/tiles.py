@@ -83,21 +83,24 @@ def read_weight(
     store: LocalStore, weight: Weight, rows: Rows, scratch: Scratch, slot: str = "source"
 ) -> tuple[Tile, ...]:
     """Read some rows of every part of a weight."""
+    return _read_parts(store, weight, rows, scratch, slot, 0)
+
+
+def read_scales(store: LocalStore, weight: Weight, rows: Rows, scratch: Scratch) -> tuple[Tile, ...]:
+    """Read some rows of every part of a weight but the payload."""
+    return _read_parts(store, weight, rows, scratch, "source", 1)
+
+
+def _read_parts(
+    store: LocalStore, weight: Weight, rows: Rows, scratch: Scratch, slot: str, first: int
+) -> tuple[Tile, ...]:
+    """Read some rows of the parts from the ``first`` on."""
     parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
     return tuple(
         read_part(store, ref, part, rows, scratch, f"{slot} {index}")
         for index, (ref, part) in enumerate(zip(weight.parts, parts, strict=True))
+        if index >= first
     )
-
-
-def read_scales(store: LocalStore, weight: Weight, rows: Rows, scratch: Scratch) -> list[Tile]:
-    """Read some rows of every part of a weight but the payload."""
-    parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
-    return [
-        read_part(store, ref, part, rows, scratch, f"source {index}")
-        for index, (ref, part) in enumerate(zip(weight.parts, parts, strict=True))
-        if index
-    ]
 
 
 def values_of(source: Sequence[Tile], route: Route, columns: int, scratch: Scratch) -> Tile:
