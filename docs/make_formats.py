@@ -9,7 +9,7 @@ from requant.dialects import DIALECTS, Dialect
 from requant.formats import EXACT_ROUTES, FORMATS, TO_DENSE, Format, Part, format_named
 from requant.formats.exact import lossless
 from requant.plan.config_modelopt import modelopt_config
-from requant.schemes import SCHEMES, Scheme
+from requant.schemes import SCHEMES, Scheme, can_write
 
 SHAPE = (256, 512)
 GROUPED = ("int4-g128", "int4-g128-asym", "int8-g128", "int8-g32")
@@ -126,7 +126,7 @@ def arguments(args: object) -> str:
 def config_words(scheme: Scheme, dialect: Dialect) -> str:
     """Return what a dialect's config calls a scheme, and its activation scale; an em dash where it has none."""
     name = dialect.formats.get(scheme.format, scheme.format)
-    if dialect.spelling(name) is None:
+    if not can_write(dialect, scheme):
         return "—"
     if scheme.group is None:
         return "unquantized"

@@ -16,7 +16,7 @@ import requant
 from parity.checkpoints import Source, write
 from requant.dialects import DIALECTS
 from requant.formats import EXACT_ROUTES, TO_DENSE
-from requant.schemes import SCHEMES, scheme_named
+from requant.schemes import SCHEMES, can_write, scheme_named
 from stored_values import largest, stored
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ SOURCES = {
     "MXFP4": (("MXFP4A16", {}),),
     "MXFP8": (("MXFP8A16", {}),),
     "MXFP8 even": (("FP8_BLOCK", {"scale": "pow2"}), ("MXFP8A16", {})),
-    "MXFP8 modelopt": (("MXFP8A16", {"dialect": "modelopt"}),),
+    "MXFP8 modelopt": (("MXFP8", {"dialect": "modelopt"}),),
     "W8A8": (("W8A8", {}),),
     "W8A16": (("W8A16", {}),),
     "W8A16_G32": (("W8A16_G32", {}),),
@@ -59,7 +59,7 @@ TARGETS = [
     (scheme.name, dialect.name)
     for dialect in DIALECTS.values()
     for scheme in {(s.format, s.stores_input_scale): s for s in (*SCHEMES.values(), scheme_named("W8A16_G32"))}.values()
-    if dialect.spelling(dialect.formats.get(scheme.format, scheme.format))
+    if can_write(dialect, scheme)
 ]
 """Of the schemes that store the same, one."""
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from requant.dialects.base import Dialect
 from requant.dialects.compressed_tensors import Group, ct_format
 from requant.formats import PackedInt
 
@@ -45,6 +46,13 @@ class Scheme:
 def scheme_named(name: str) -> Scheme | None:
     """Return the scheme of that name: a preset, or one of the grouped integers in another group (``W4A16_G32``)."""
     return SCHEMES.get(name) or _regrouped(name)
+
+
+def can_write(dialect: Dialect, scheme: Scheme) -> bool:
+    """Tell whether a dialect has names, and a config, for what a scheme makes."""
+    if scheme.input_activations is None and scheme.format in dialect.never_weight_only:
+        return False
+    return dialect.spelling(dialect.formats.get(scheme.format, scheme.format)) is not None
 
 
 def scheme_of(format_name: str, *, stores_input_scale: bool) -> Scheme | None:

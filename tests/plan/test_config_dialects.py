@@ -122,7 +122,7 @@ MODELOPT = [
     ("NVFP4", [EXPERTS], "NVFP4"),
     ("FP8", ["re:.*shared_experts.*", "re:.*layers.0.mlp.*"], "FP8"),
     ("FP8_BLOCK", ["re:.*(o|kv_b)_proj"], "FP8_PB_WO"),
-    ("MXFP8A16", ["re:.*routed_expert_.*"], "MXFP8"),
+    ("MXFP8", ["re:.*routed_expert_.*"], "MXFP8"),
     ("NVFP4", [r"re:.*layers\.[13]\..*"], "NVFP4"),  # a template that is converted in some layers only
     ("NVFP4", [r"re:.*layers\.[13]\..*experts\.\d+\..*"], "NVFP4"),
 ]
@@ -165,7 +165,7 @@ def test_modelopt_of_kept_nvfp4_and_new_fp8_is_mixed(
 
 
 def test_modelopt_mixes_mxfp8_and_fp8(bf16_k3: Path, tmp_path: Path) -> None:
-    requant.convert(bf16_k3, tmp_path / "mxfp8", "MXFP8A16", target=["re:.*shared_experts.*"], dialect="modelopt")
+    requant.convert(bf16_k3, tmp_path / "mxfp8", "MXFP8", target=["re:.*shared_experts.*"], dialect="modelopt")
     requant.convert(tmp_path / "mxfp8", tmp_path / "dst", "FP8", target=["re:.*o_proj"], dialect="modelopt")
     config = json.loads((tmp_path / "dst" / "config.json").read_text())["quantization_config"]
     layers = config["quantized_layers"]

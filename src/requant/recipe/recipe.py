@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from requant.dialects import DIALECTS, Dialect
+from requant.dialects import DIALECTS
 from requant.errors import CallError, Problem
 from requant.families.family import Family, family_named
 from requant.formats import ScaleRule
 from requant.recipe.input_scale import NO_CALIBRATION, InputScaleSource, parse_input_scale
 from requant.recipe.patterns import LINEAR, Pattern, compile_patterns
-from requant.schemes import SCHEMES, Scheme, scheme_named
+from requant.schemes import SCHEMES, Scheme, can_write, scheme_named
 
 Exact = Literal["auto", "off", "required"]
 OverSpan = Literal["round", "refuse"]
@@ -122,14 +122,8 @@ def make_recipe(
 def _unspeakable(scheme: Scheme, dialect_name: str) -> list[Problem]:
     """Return the problem of a scheme that a dialect has no way to write."""
     dialect = DIALECTS[dialect_name]
-    if _is_speakable(scheme, dialect):
+    if can_write(dialect, scheme):
         return []
-    can = [name for name, other in SCHEMES.items() if _is_speakable(other, dialect)]
+    can = [name for name, other in SCHEMES.items() if can_write(dialect, other)]
     message = f"the dialect {dialect_name} has no way to write {scheme.name}"
     return [Problem("bad-option", message, remedy=f"it has {', '.join(can)}")]
-
-
-def _is_speakable(scheme: Scheme, dialect: Dialect) -> bool:
-    if scheme.input_activations is None and scheme.format in dialect.never_weight_only:
-        return False
-    return dialect.spelling(dialect.formats.get(scheme.format, scheme.format)) is not None
