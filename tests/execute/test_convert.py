@@ -365,3 +365,17 @@ def test_names_that_only_look_alike_when_escaped_stay_apart(tmp_path: Path) -> N
         assert requant.compare(src, dst).to_json()["sqnr_db"] > 30
         assert {str(path.relative_to(dst)) for path in dst.rglob("*.safetensors")} == set(shards)
         shutil.rmtree(dst)
+
+
+def test_weights_too_small_for_the_references_global_scale_are_kept_and_noted(tmp_path: Path) -> None:
+    """compressed-tensors writes 1 for a scale that overflows in F16, and all codes become zero."""
+    small = (np.random.default_rng(0).standard_normal((64, 64)) * 1e-3).astype(np.float16)
+    write(
+        Source({"model.safetensors": {"model.layers.0.mlp.up_proj.weight": small}}, {"model_type": "llama"}),
+        tmp_path / "src",
+    )
+    result = requant.convert(tmp_path / "src", tmp_path / "dst", "NVFP4A16")
+    assert any("1 weights" in note and "float32" in note for note in result.to_json()["notes"])
+    sqnr = requant.compare(tmp_path / "src", tmp_path / "dst").total.sqnr_db
+    assert sqnr is not None
+    assert sqnr > 18

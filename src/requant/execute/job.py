@@ -31,6 +31,11 @@ def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress
         with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
             values = write_shards(plan, journal, amax, workers, advance)
         values.exact += _respelled_values(plan)
+        if values.unlike_reference:
+            plan.notes.append(
+                f"{values.unlike_reference:,} weights are so small that the reference's global scale overflows: they "
+                "were encoded in float32"
+            )
         commit(plan, journal)
     return values
 

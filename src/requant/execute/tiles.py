@@ -23,7 +23,8 @@ TILE_ROWS = 128
 class Values:
     """How the values of the converted weights fared.
 
-    The last two are summed squared errors where scales were searched for: of amax's and of those that were chosen.
+    ``amax_error`` and ``error`` are summed squared errors where scales were searched for: of amax's and of those
+    that were chosen. ``unlike_reference`` counts weights encoded in float32 because the reference's scale overflows.
     """
 
     exact: int = 0
@@ -31,6 +32,7 @@ class Values:
     over_span: int = 0
     amax_error: float = 0.0
     error: float = 0.0
+    unlike_reference: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON form: the counts and, where scales were searched for, the gain in dB."""
@@ -46,6 +48,7 @@ class Values:
         self.over_span += other.over_span
         self.amax_error += other.amax_error
         self.error += other.error
+        self.unlike_reference += other.unlike_reference
 
 
 class Rows(NamedTuple):

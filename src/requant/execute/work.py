@@ -18,6 +18,7 @@ from requant.execute.pooling import nan_or_inf, pool
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, Values, read_weight, tile_rows, values_of
 from requant.formats import FLOAT_DTYPES, NUMPY_BITS, Encoding, Tile
+from requant.formats.nvfp4 import Nvfp4
 from requant.plan.jobs import Job, is_held
 
 
@@ -74,11 +75,18 @@ def convert_group(
         return held[key]
 
     pooled = pool(pooled_with, read, lambda job, rows: read(job, rows)[1:], scratch)
-    values = Values()
+    values = Values(unlike_reference=sum(_is_unlike_reference(job, pooled) for job in jobs))
     for state, job in zip(states, jobs, strict=True):
         for rows in tile_rows(job.weight, job.kind.route.widest_item):
             values.add(_convert(state, rows, read(job, rows), pooled, writer, scratch))
     return values
+
+
+def _is_unlike_reference(job: Job, pooled: float) -> bool:
+    route = job.kind.route
+    if route.exact is not None or route.arithmetic != "reference" or not isinstance(route.target, Nvfp4):
+        return False
+    return route.target.replaces_reference(pooled, route.through)
 
 
 def _convert(
