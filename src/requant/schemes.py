@@ -118,7 +118,7 @@ _PRESETS = (
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _PRESETS})
 
-_GROUPED = re.compile(r"(W[48]A16|W4A16_ASYM)_G([1-9]\d*)")
+_GROUPED = re.compile(r"(W[48]A16|W4A16_ASYM)_G([1-9]\d{0,5})", re.ASCII)
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -400,3 +401,43 @@ def ruin(folder: Path, name: str, data: bytes) -> None:
         start = json.loads(file.read(size))[name]["data_offsets"][0]
         file.seek(8 + size + start)
         file.write(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1e-38}',
+        '{"a": 1e300}',
+        '{"a": true}',
+        '{"a": "3"}',
+        '{"a": NaN}',
+        '{"a": 1, "a": 2}',
+        '{"a": ' + "9" * 400 + "}",
+        "[" * 100_000,
+        "[]",
+    ],
+)
+def test_a_table_that_no_scale_can_be_made_of_is_refused(tmp_path: Path, text: str) -> None:
+    table = tmp_path / "amax.json"
+    table.write_text(text)
+    weight = {"a.0.up_proj.weight": np.ones((16, 32), np.dtype(ml_dtypes.bfloat16))}
+    src = write(Source({"model.safetensors": weight}, {"model_type": "llama"}), tmp_path / "src")
+    for dry_run in (True, False):
+        with pytest.raises(requant.CallError, match="input-scale"):
+            requant.convert(src, tmp_path / "dst", "NVFP4", input_scale=str(table), dry_run=dry_run)
+
+
+@pytest.mark.parametrize("text", ["", "constant:1_0", "constant:１", "constant:-1", "constant:", "a" * 300, "a\0b"])
+def test_what_is_no_source_of_scales_is_refused_at_once(tmp_path: Path, text: str) -> None:
+    with pytest.raises(requant.CallError, match="input-scale"):
+        requant.convert(tmp_path, tmp_path / "dst", "NVFP4", input_scale=text)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(requant.CallError, match="input-scale"):
+        requant.convert(tmp_path, tmp_path / "dst", "NVFP4", input_scale=str(pipe))
+
+
+@pytest.mark.parametrize("family", ["", "a" * 300, "a\0b"])
+def test_a_family_that_can_be_no_file_is_refused(tmp_path: Path, family: str) -> None:
+    with pytest.raises(requant.CallError, match="family"):
+        requant.convert(tmp_path, tmp_path / "dst", "NVFP4", family=family)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -47,6 +47,9 @@ class Weight(NamedTuple):
     inputs: tuple[TensorRef, ...] = ()
 
 
+_CODES = ("U8", "F8_E4M3", "F8_E5M2")
+"""Dtypes of weights that mean nothing without a scale."""
+
 _BITS: tuple[Literal[4, 8], ...] = (4, 8)
 _USUAL_GROUPS = (32, 64, 128)
 """A row of so many columns is one group rather than a channel."""
@@ -77,6 +80,7 @@ class Recogniser:
     """Recognises weights, thinking once about each signature: thousands are alike.
 
     ``read_shape`` returns the two numbers of a ``weight_shape``: packed integers do not tell their width otherwise.
+    It is read for every one of them, and part of its signature.
     """
 
     def __init__(self, read_shape: Callable[[TensorRef], tuple[int, ...]]) -> None:
@@ -95,8 +99,13 @@ class Recogniser:
             signature: Signature = (a[0][start:], a[1], a[2], b[0][start:], b[1], b[2])
         else:
             signature = tuple(chain.from_iterable((part.name[start:], part.dtype, part.shape) for part in tensors))
+        stored_shape: tuple[int, ...] = ()
+        if "weight_shape" in signature:
+            part = tensors[signature.index("weight_shape") // 3]
+            stored_shape = self._read_shape(part) if part.shape == (2,) and part.dtype in ("I32", "I64") else ()
+            signature = (*signature, stored_shape)
         if signature not in self._known:
-            self._known[signature] = self._classify(start, tensors)
+            self._known[signature] = _classify(start, tensors, stored_shape)
         found = self._known[signature]
         if found is None:
             return _unknown(module, tensors)
@@ -108,43 +117,40 @@ class Recogniser:
         beside = tuple([tensors[place] for place in inputs]) if inputs else ()
         return _new_weight((module, name, shape, dtype, parts, dialect, beside))
 
-    def _classify(self, start: int, tensors: Sequence[TensorRef]) -> _Found | None:
-        signature = [(tensor.name[start:], tensor.dtype, tensor.shape) for tensor in tensors]
-        places = {suffix: place for place, (suffix, _, _) in enumerate(signature)}
-        for dialect in DIALECTS.values():
-            for name, spelling in dialect.spellings.items():
-                order = [places.get(spelled.suffix, -1) for spelled in spelling]
-                scale = dialect.input_scales.get(name)
-                inputs = [places[scale.suffix]] if scale is not None and scale.suffix in places else []
-                if -1 in order or len(order) + len(inputs) != len(signature):
-                    continue
-                stored = [signature[place] for place in order]
-                for format_, columns in self._candidates(name, [tensors[place] for place in order]):
-                    found = _logical(format_, columns, spelling, stored)
-                    if found is not None:
-                        return _Found(format_.name, dialect.name, *found, tuple(order), tuple(inputs))
-        return None
 
-    def _candidates(self, name: str, parts: Sequence[TensorRef]) -> list[tuple[Format, int]]:
-        """Return the formats that a spelling may be of, and the logical columns: one, or integers of some group."""
-        packed = parts[0].shape
-        if name in FORMATS:
-            return [(FORMATS[name], packed[-1] * FORMATS[name].packing if packed else 0)]
-        scales, shape = parts[1].shape, parts[-1]
-        if (
-            len(packed) != 2
-            or len(scales) != 2
-            or not scales[1]
-            or shape.shape != (2,)
-            or shape.dtype not in ("I32", "I64")
-        ):
-            return []
-        columns = self._read_shape(shape)[1]
-        if columns < 1:
-            return []
-        whole_row = scales[1] == 1 and columns not in _USUAL_GROUPS
-        group = CHANNEL if whole_row else columns // scales[1]
-        return [(PackedInt(bits, group, symmetric=name == "int"), columns) for bits in _BITS]
+def _classify(start: int, tensors: Sequence[TensorRef], stored_shape: tuple[int, ...]) -> _Found | None:
+    signature = [(tensor.name[start:], tensor.dtype, tensor.shape) for tensor in tensors]
+    places = {suffix: place for place, (suffix, _, _) in enumerate(signature)}
+    for dialect in DIALECTS.values():
+        for name, spelling in dialect.spellings.items():
+            order = [places.get(spelled.suffix, -1) for spelled in spelling]
+            scale = dialect.input_scales.get(name)
+            inputs = [places[scale.suffix]] if scale is not None and scale.suffix in places else []
+            if -1 in order or len(order) + len(inputs) != len(signature):
+                continue
+            stored = [signature[place] for place in order]
+            for format_, columns in _candidates(name, [shape for _, _, shape in stored], stored_shape):
+                found = _logical(format_, columns, spelling, stored)
+                if found is not None:
+                    return _Found(format_.name, dialect.name, *found, tuple(order), tuple(inputs))
+    return None
+
+
+def _candidates(
+    name: str, shapes: Sequence[tuple[int, ...]], stored_shape: tuple[int, ...]
+) -> list[tuple[Format, int]]:
+    """Return the formats that a spelling may be of, and the logical columns: one, or integers of some group."""
+    packed = shapes[0]
+    if name in FORMATS:
+        return [(FORMATS[name], packed[-1] * FORMATS[name].packing if packed else 0)]
+    if len(packed) != 2 or len(shapes[1]) != 2 or not shapes[1][1]:
+        return []
+    if len(stored_shape) != 2 or stored_shape[0] != packed[0] or stored_shape[1] < 1:
+        return []
+    columns, groups = stored_shape[1], shapes[1][1]
+    whole_row = groups == 1 and columns not in _USUAL_GROUPS
+    group = CHANNEL if whole_row else columns // groups
+    return [(PackedInt(bits, group, symmetric=name == "int"), columns) for bits in _BITS if group]
 
 
 def _logical(
@@ -174,8 +180,21 @@ def _unknown(module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
     if payload is None:
         remedy = "restore the weight's payload, or delete the stray tensor"
         return Problem("orphan-part", f"no weight beside {where}", module, remedy)
-    if len(parts) == 1 and payload.dtype not in FLOAT_DTYPES and (payload.dtype in ("U8", "F8_E4M3", "F8_E5M2")):
-        message = f"no scale beside {where}; read without it, every value would be wrong"
-        return Problem("missing-part", message, module, f"restore {module}.weight_scale")
+    missing = _missing_part(parts, payload)
+    if missing:
+        message = f"no {missing} beside {where}; read without it, every value would be wrong"
+        return Problem("missing-part", message, module, f"restore {module}.{missing}")
     rest = (part for part in parts.values() if part is not payload)
     return Weight(module, "", payload.shape, DEFAULT_DTYPE, (payload, *rest))
+
+
+def _missing_part(parts: Mapping[str, TensorRef], payload: TensorRef) -> str:
+    """Return the part that what is there calls for and that is not there; "" if none is known."""
+    if len(parts) == 1 and ("weight_packed" in parts or payload.dtype in _CODES):
+        return "weight_scale"
+    if "weight_packed" in parts and "weight_scale" in parts:
+        if payload.dtype == "U8" and parts["weight_scale"].dtype == "F8_E4M3" and "weight_global_scale" not in parts:
+            return "weight_global_scale"
+        if payload.dtype == "I32" and "weight_shape" not in parts and "weight_g_idx" not in parts:
+            return "weight_shape"
+    return ""

@@ -6,7 +6,6 @@ beside a weight already stays what it is.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from requant.checkpoint.header import TensorRef
+from requant.checkpoint.strict_json import load_object
 from requant.dialects import DIALECTS
 from requant.dialects.compressed_tensors import COMPRESSED_TENSORS
 from requant.dialects.recognise import Weight
@@ -34,6 +34,7 @@ InputAmax = Callable[[StoredInput], float]
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 _MOST_NAMED = 20
+_LEAST, _LARGEST = 1e-30, 1e30
 _BOUND_BYTES = 16 << 20
 """A projection is read in pieces that take so many bytes as float64."""
 
@@ -89,7 +90,7 @@ def _own(checkpoint: Checkpoint, weight: Weight) -> float:
         message = f"{part.name} in {part.shard} is {part.dtype}: no scale of activations"
         raise CheckpointError(Problem("unknown-format", message, weight.module, "restore it from its source"))
     stored = _values(checkpoint, part)
-    if not (stored.size and (stored > 0).all() and np.isfinite(stored).all()):
+    if not (stored.size and all(value > 0 and _is_amax(scale.amax(value)) for value in stored.tolist())):
         message = f"{part.name} in {part.shard} is {stored.tolist()}: no scale of activations"
         raise CheckpointError(Problem("nan-or-inf", message, weight.module, "calibrate it, or give --input-scale"))
     return max(scale.amax(value) for value in stored.tolist())
@@ -144,14 +145,18 @@ def _from_path(path: Path) -> dict[str, float]:
             raise CallError(Problem("bad-option", f"input-scale: {path} has no activation scales"))
         return found
     try:
-        value = json.loads(path.read_bytes())
-        found = {str(module): float(amax) for module, amax in value.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        table = load_object(path.read_bytes(), allow_constants=True)
+    except (OSError, ValueError) as error:
         raise CallError(Problem("bad-option", f"input-scale: {path} is no JSON of amax by module: {error}")) from None
-    wrong = [f"{module}: {amax}" for module, amax in found.items() if not (amax > 0 and math.isfinite(amax))]
+    wrong = [f"{module}: {str(amax)[:40]}" for module, amax in table.items() if not _is_amax(amax)]
     if wrong:
         raise CallError(Problem("bad-option", f"input-scale: in {path} no amax are {', '.join(wrong[:_MOST_NAMED])}"))
-    return found
+    return {module: float(amax) for module, amax in table.items()}
+
+
+def _is_amax(value: object) -> bool:
+    """Tell whether a number is one from which, and from whose reciprocal, a float32 scale can be made."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and _LEAST <= value <= _LARGEST
 
 
 def _look_up(known: Mapping[str, float], module: str) -> float | None:

@@ -48,7 +48,11 @@ def family_named(name: str) -> Family:
     if known is not None:
         return known
     path = Path(name)
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except (OSError, ValueError):  # too long a name, a NUL in it
+        found = False
+    if not found:
         remedy = f"one of {', '.join(families())}, or a file that `requant family init` has drafted"
         raise CallError(Problem("bad-option", f"unknown family {name!r}", remedy=remedy))
     try:
@@ -66,6 +70,8 @@ def parse_family(file: str, text: str) -> Family:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise _malformed(file, mark.line + 1 if mark else 0, error.problem or str(error)) from None
+    except RecursionError:
+        raise _malformed(file, 0, "nested too deeply") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow has no line
         raise _malformed(file, 0, " ".join(str(error).split())) from None
     if not isinstance(top, yaml.MappingNode):
