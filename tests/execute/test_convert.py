@@ -379,3 +379,14 @@ def test_weights_too_small_for_the_references_global_scale_are_kept_and_noted(tm
     sqnr = requant.compare(tmp_path / "src", tmp_path / "dst").total.sqnr_db
     assert sqnr is not None
     assert sqnr > 18
+
+
+@pytest.mark.parametrize("scheme", ["MXFP4A16", "MXFP8A16"])
+def test_float32_keeps_groups_of_f16_subnormals(tmp_path: Path, scheme: str) -> None:
+    """In F16 itself the reference's rule makes zeros of them."""
+    tiny = (np.random.default_rng(0).standard_normal((64, 64)) * 1e-5).astype(np.float16)
+    write(Source({"model.safetensors": {"model.layers.0.mlp.up_proj.weight": tiny}}, {}), tmp_path / "src")
+    requant.convert(tmp_path / "src", tmp_path / "dst", scheme, arithmetic="float32")
+    sqnr = requant.compare(tmp_path / "src", tmp_path / "dst").total.sqnr_db
+    assert sqnr is not None
+    assert sqnr > 15

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from requant.formats.base import Encoding, Part, ScaleRule, Tile
 
 GROUP = 32
@@ -36,4 +38,6 @@ class Mxfp4:
 
         packed, exponents = parts
         search = how.scale == "mse"
+        if not how.reference and weight.dtype == "F16":  # the rule in F16 loses groups of subnormals
+            weight = Tile(weight.bits.view(np.float16).astype(np.float32).view(np.uint32), "F32")
         return mxfp4.encode(weight.bits, weight.dtype, packed.bits, exponents.bits, search, how.errors)
