@@ -102,3 +102,20 @@ def test_a_folder_without_config_is_foreign(tensors: dict[str, Any], tmp_path: P
     assert (result.state, result.ok) == ("foreign", False)
     (tmp_path / "empty").mkdir()
     assert requant.verify(tmp_path / "empty").state == "foreign"
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -256.0, 1e-40])
+@pytest.mark.parametrize("part", ["weight_global_scale", "input_global_scale"])
+def test_a_global_scale_that_cannot_divide_is_found(tmp_path: Path, part: str, value: float) -> None:
+    nvfp4 = {
+        "m.a.weight_packed": np.full((16, 16), 0x22, np.uint8),
+        "m.a.weight_scale": np.ones((16, 2), E4M3),
+        "m.a.weight_global_scale": np.ones(1, np.float32),
+        "m.a.input_global_scale": np.ones(1, np.float32),
+    }
+    src = write(Source({"model.safetensors": nvfp4}, CONFIG), tmp_path / "good")
+    assert found(src, "scales") == []
+    spoiled = nvfp4 | {f"m.a.{part}": np.array([value], np.float32)}
+    assert found(write(Source({"model.safetensors": spoiled}, CONFIG), tmp_path / "bad"), "scales") == [
+        ("nan-or-inf", f"m.a.{part}")
+    ]

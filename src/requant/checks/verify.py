@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from requant.checkpoint.header import TensorRef
 from requant.errors import CallError, CheckpointError, Problem
@@ -23,6 +26,7 @@ Level = Literal["headers", "scales", "data"]
 State = Literal["complete", "in-progress", "foreign"]
 
 _PIECE = 8 << 20
+_DIVISORS = (".weight_global_scale", ".input_global_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +114,13 @@ def _find_nan(
             tile = scratch.tile("piece", dtype, 1, nbytes // width)
             checkpoint.store.read_into(ref.shard, ref.offset + start, tile.bits)
             bad = compare.first_nonfinite(tile.bits, dtype)
+            what = "NaN or Inf"
+            if bad < 0 and dtype == "F32" and ref.name.endswith(_DIVISORS):
+                bad, what = _first_useless(tile.bits.view(np.float32)), "a divisor that is not positive, or too small"
             advance(nbytes)
             if bad >= 0:
                 index = start // width + bad
-                message = f"NaN or Inf at element {index} of {list(ref.shape)} {ref.dtype} in {ref.shard}"
+                message = f"{what} at element {index} of {list(ref.shape)} {ref.dtype} in {ref.shard}"
                 with lock:
                     found.append(Problem("nan-or-inf", message, ref.name, "restore the tensor from its source"))
                 return
@@ -121,3 +128,10 @@ def _find_nan(
     with progress("verifying", sum(ref.nbytes for ref, _ in wanted)) as advance:
         run_parallel(wanted, look_at, workers)
     return sorted(found, key=lambda problem: problem.module)
+
+
+def _first_useless(divisors: NDArray[np.float32]) -> int:
+    """Return the flat index of the first divisor that is not positive or whose reciprocal overflows; -1: none."""
+    with np.errstate(divide="ignore", over="ignore"):
+        bad = np.flatnonzero(~((divisors > 0) & np.isfinite(1 / divisors)))
+    return int(bad[0]) if bad.size else -1
