@@ -10,8 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -269,8 +268,6 @@ def main() -> None:
     """Run the command line; a call that cannot be parsed is reported like any other failure."""
     _make_streams_safe()
     gc.set_threshold(200_000)  # plans are millions of objects without a cycle; the default would walk them for nothing
-    # numba imports scipy, where there is one, to offer BLAS to kernels: a quarter of the start-up, for nothing here.
-    sys.modules.setdefault("scipy", cast("ModuleType", None))
     code = 0
     try:
         code = app(standalone_mode=False) or 0

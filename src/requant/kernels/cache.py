@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, found without importing numba."""
+"""Where compiled kernels are kept."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 def cache_directory() -> Path:
     """Return the writable directory that holds the compiled form of exactly these sources.
 
-    numba's own key covers the file of a function, not the helpers it calls in others, so the directory is named
-    after a hash of the whole package. It lies under ``NUMBA_CACHE_DIR`` if the user set that, else under
-    ``XDG_CACHE_HOME`` or ``~/.cache``, else (read-only home) under a private directory of the system's temp dir.
+    A kernel is compiled from several modules, so the directory is named after a hash of the whole package. It lies
+    under ``NUMBA_CACHE_DIR`` if the user set that, else under ``XDG_CACHE_HOME`` or ``~/.cache``, else (read-only
+    home) under a private directory of the system's temp dir.
     """
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     name = digest.hexdigest()[:16]
     for root in _preferred_roots():
@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
 def kernels_cached() -> bool:
     """Tell whether an earlier run left compiled kernels; if not, the first use of each takes seconds."""
-    return any(cache_directory().rglob("*.nbi"))
+    return any(cache_directory().glob("*.o"))
 
 
 def _preferred_roots() -> list[Path]:

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import mx
-from .dense import convert
-from .floats import DTYPES, f32
-from .jit import kernel
+from .floats import DTYPES, f32, widen
 from .mx import GROUP
+from .native import Kernel
 
 BLOCK = 128
-_MAGNITUDES = np.uint64(0x7F7F7F7F7F7F7F7F)
+_decode = Kernel("mxfp8", "decode")
+_from_mxfp4 = Kernel("mxfp8", "from_mxfp4")
+_block_exponents = Kernel("mxfp8", "block_exponents")
 
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
@@ -30,14 +31,6 @@ def _decoded(dtype: str) -> NDArray[Any]:
         values = np.multiply.outer(scales, _E4M3).astype(np.float32)  # exact, or Inf
         bits: NDArray[Any] = values.astype(DTYPES[dtype]).view(np.uint32 if dtype == "F32" else np.uint16)
     return bits
-
-
-@kernel
-def _decode(codes: Any, exponents: Any, decoded: Any, out: Any) -> None:
-    for g in range(exponents.size):
-        row = decoded[exponents[g]]
-        for i in range(g * GROUP, g * GROUP + GROUP):
-            out[i] = row[codes[i]]
 
 
 def decode(codes: NDArray[np.uint8], exponents: NDArray[np.uint8], out: NDArray[Any], out_dtype: str) -> None:
@@ -65,29 +58,8 @@ def encode(
     Written: ``codes`` E4M3 [rows, cols] and ``exponents`` [rows, cols / 32].
     """
     if dtype == "F16" and not reference:
-        wide = np.empty(w.shape, np.uint32)
-        convert(w, dtype, wide, "F32")
-        w, dtype = wide, "F32"
+        w, dtype = widen(w, dtype), "F32"
     return mx.encode(w, dtype, mx.E4M3, f32(-1), search, codes, exponents, errors)
-
-
-# MXFP4 to MXFP8: [j, byte] the E4M3 codes of e2m1 * 2^j, two a word; all are exact.
-_PAIRS = np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 4], np.uint8) & np.uint8(15)
-_RAISED = (
-    (_PAIRS.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * np.float32(2) ** np.arange(7)[:, None, None])
-    .astype(ml_dtypes.float8_e4m3fn)
-    .view(np.uint16)[..., 0]
-)
-
-
-@kernel
-def _from_mxfp4(packed: Any, exponents: Any, pairs: Any, lowered: Any) -> None:
-    for g in range(exponents.size):
-        by = min(exponents[g], np.uint8(6))
-        lowered[g] = exponents[g] - by
-        row = _RAISED[by]
-        for i in range(g * GROUP // 2, g * GROUP // 2 + GROUP // 2):
-            pairs[i] = row[packed[i]]
 
 
 def from_mxfp4(
@@ -100,17 +72,6 @@ def from_mxfp4(
     """
     pairs = codes.reshape(-1).view(np.uint16)
     _from_mxfp4(packed.reshape(-1), exponents.reshape(-1), pairs, lowered.reshape(-1))
-
-
-@kernel
-def _block_exponents(words: Any, exponents: Any, least: Any, largest: Any) -> None:
-    for r in range(exponents.shape[0]):
-        for g in range(exponents.shape[1]):
-            group = words[r, g]
-            if (group[0] | group[1] | group[2] | group[3]) & _MAGNITUDES:
-                low, high, b = least[r // BLOCK], largest[r // BLOCK], g // (BLOCK // GROUP)
-                low[b] = min(low[b], exponents[r, g])
-                high[b] = max(high[b], exponents[r, g])
 
 
 def block_exponents(

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numba.core.cgutils
-import numba.extending
 from llvmlite import ir
 
-GROUP = 32
+from requant.kernels.mx import GROUP
+
+from .jit import operation
 
 _types: Any = numba.types
 _cgutils: Any = numba.core.cgutils
 _INDEX = ir.IntType(32)
-
-
-def _operation(define: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = numba.extending.intrinsic(define)
-    return compiled
 
 
 def _place(context: Any, builder: Any, array_type: Any, array: Any, start: Any, element: Any) -> Any:
@@ -33,7 +28,7 @@ def _shuffled(builder: Any, vector: Any, places: range | list[int]) -> Any:
     return builder.shuffle_vector(vector, vector, mask)
 
 
-@_operation
+@operation
 def largest(_typing: Any, patterns: Any, start: Any) -> Any:
     """Return the largest of ``patterns[start : start + 32]`` without their sign bits; uint16 or uint32 as they are."""
     width = patterns.dtype.bitwidth
@@ -50,7 +45,7 @@ def largest(_typing: Any, patterns: Any, start: Any) -> Any:
     return patterns.dtype(patterns, _types.intp), generate
 
 
-@_operation
+@operation
 def spread(_typing: Any, out: Any, start: Any, value: Any) -> Any:
     """Write ``value``, of the dtype of ``out``, to ``out[start : start + 32]``."""
 
@@ -64,7 +59,7 @@ def spread(_typing: Any, out: Any, start: Any, value: Any) -> Any:
     return _types.void(out, _types.intp, out.dtype), generate
 
 
-@_operation
+@operation
 def sum_of_squares(_typing: Any, values: Any, start: Any) -> Any:
     """Return the float64 sum of the squares of float32 ``values[start : start + 32]``, in one order everywhere."""
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .groups import GROUP, largest, spread
+from requant.kernels.mx import GROUP
+
+from .groups import largest, spread
 from .jit import kernel
 
 i16 = np.int16

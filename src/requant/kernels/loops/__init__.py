@@ -1,0 +1,1 @@
+"""The kernels' loops as numba compiles them: imported only where one has yet to be compiled."""
