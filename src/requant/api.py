@@ -10,21 +10,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from requant.checkpoint.checkpoint import open_checkpoint
-from requant.checks.compare import Comparison, compare_checkpoints
-from requant.checks.verify import Level, Verification, verify_folder
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.job import check_input_scales, obstacles, run_job, scan_job
 from requant.execute.progress import Progress, unwatched
 from requant.execute.tiles import Values
 from requant.execute.workers import default_workers
 from requant.formats import ScaleRule
-from requant.plan.family_draft import FamilyDraft, draft_family
-from requant.plan.inspection import Inspection, inspect_checkpoint
 from requant.plan.plan import Plan, make_plan
 from requant.recipe.recipe import Arithmetic, Exact, OverSpan, make_recipe
+
+if TYPE_CHECKING:  # a conversion starts without them
+    from requant.checks.compare import Comparison
+    from requant.checks.verify import Level, Verification
+    from requant.plan.family_draft import FamilyDraft
+    from requant.plan.inspection import Inspection
 
 StrPath = str | os.PathLike[str]
 
@@ -114,6 +116,8 @@ def convert(
 
 def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = unwatched) -> Comparison:
     """Decode every weight of the checkpoints in two folders and measure how far they are apart."""
+    from requant.checks.compare import compare_checkpoints
+
     with (
         os_errors(),
         open_checkpoint(existing_folder(a)) as first,
@@ -124,12 +128,16 @@ def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Pro
 
 def inspect(src: StrPath) -> Inspection:
     """Return what the checkpoint in folder ``src`` holds, from its headers."""
+    from requant.plan.inspection import inspect_checkpoint
+
     with os_errors(), open_checkpoint(existing_folder(src)) as checkpoint:
         return inspect_checkpoint(checkpoint)
 
 
 def family_init(src: StrPath) -> FamilyDraft:
     """Draft the facts on a model's family from the names in folder ``src``: what engines may fuse into one layer."""
+    from requant.plan.family_draft import draft_family
+
     with os_errors(), open_checkpoint(existing_folder(src)) as checkpoint:
         return draft_family(checkpoint)
 
@@ -146,6 +154,8 @@ def verify(
 
     Nothing that is wrong with it is raised: it is in the result. ``strict`` makes the notes problems.
     """
+    from requant.checks.verify import Verification, verify_folder
+
     with os_errors():
         folder = existing_folder(src)
         found = verify_folder(folder, level, _worker_count(workers), progress)
