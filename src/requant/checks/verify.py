@@ -90,10 +90,7 @@ def _find_nan(
     for weight in inventory.weights:
         if weight.format and len(weight.shape) == 2:
             parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
-            refs = [
-                (ref, part.spells if ref.dtype == part.dtype else ref.dtype)
-                for ref, part in zip(weight.parts, parts, strict=True)
-            ]
+            refs = [(ref, part.spelled(ref.dtype)) for ref, part in zip(weight.parts, parts, strict=True)]
             refs += [(ref, ref.dtype) for ref in weight.inputs]
         else:
             refs = [(ref, ref.dtype) for ref in weight.parts]

@@ -22,13 +22,12 @@ from requant.dialects.compressed_tensors import COMPRESSED_TENSORS
 from requant.dialects.recognise import Weight
 from requant.engines.resolver import name_variants
 from requant.errors import CallError, CheckpointError, Problem
-from requant.families.family import family_of, fused_groups
+from requant.families.family import fused_groups
 from requant.formats.dense import VALUE_DTYPES
 from requant.plan.input_bound import InputBounds, Latent
 from requant.plan.inventory import take_inventory
 from requant.plan.plan import Plan
 from requant.plan.shards import StoredInput
-from requant.plan.source_config import parse_config
 
 InputAmax = Callable[[StoredInput], float]
 
@@ -177,7 +176,6 @@ def _missing(weights: list[Weight], where: str) -> list[Problem]:
 
 def _keys(plan: Plan, stored: list[StoredInput]) -> dict[str, str]:
     """Return module → what it shares its value under."""
-    family = plan.recipe.family or family_of(parse_config(plan.checkpoint.config).model_types)
     modules = [one.weight.module for one in stored]
-    groups = {} if family is None else fused_groups(modules, family)
+    groups = {} if plan.family is None else fused_groups(modules, plan.family)
     return {module: _EXPERT.sub(r"\1.*.\2", groups.get(module, module)) for module in modules}

@@ -109,7 +109,7 @@ def _nan_scales(job: Job, store: LocalStore, scratch: Scratch) -> list[Problem]:
     parts = job.kind.route.source.parts((weight.shape[0], weight.shape[1]), weight.dtype)
     for rows in tile_rows(weight, 1):
         for ref, part, tile in zip(weight.parts[1:], parts[1:], read_scales(store, weight, rows, scratch), strict=True):
-            spells = part.spells if ref.dtype == part.dtype else ref.dtype
+            spells = part.spelled(ref.dtype)
             if spells not in compare.FLOATING:
                 continue
             bad = compare.first_nonfinite(tile.bits, spells)

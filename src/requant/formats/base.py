@@ -42,6 +42,10 @@ class Part(NamedTuple):
     rows: int
     spells: str
 
+    def spelled(self, stored: str) -> str:
+        """Return what the bits are of this part stored as dtype ``stored``, which readers may take in its place."""
+        return self.spells if stored == self.dtype else stored
+
 
 class Tile(NamedTuple):
     """The bit patterns of some rows of a part: unsigned integers, C-contiguous, and the dtype they spell."""

@@ -47,6 +47,11 @@ class ExactRoute:
     holds: Callable[[float], bool] | None = None
 
 
+def none_odd(pooled: float) -> bool:
+    """Tell, for a route that pools 1 for what it cannot take and 0 otherwise, whether a weight qualifies."""
+    return pooled <= 0
+
+
 def lossless(
     transcode: Callable[[Sequence[Tile], Sequence[Tile], float], int],
     pool: Pool | None = None,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from requant.formats.base import Format, Tile
 from requant.formats.dense import VALUE_DTYPES
-from requant.formats.exact import ExactRoute, Pool
+from requant.formats.exact import ExactRoute, Pool, none_odd
 from requant.formats.fp8 import BLOCK, Fp8Block, Fp8Channel, Fp8Tensor
 from requant.formats.mxfp4 import GROUP, Mxfp4
 from requant.formats.mxfp8 import Mxfp8
@@ -81,7 +81,7 @@ def _route(source: _Source, dtype: str) -> ExactRoute:
         source.format.decode(exact, target[0])
         return over_span(parts, pooled)
 
-    holds = None if source.pool is None else lambda pooled: pooled <= 0
+    holds = None if source.pool is None else none_odd
     return ExactRoute(transcode, suspects, over_span, source.pool, holds)
 
 

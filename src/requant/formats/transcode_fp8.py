@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from requant.formats.base import Tile
-from requant.formats.exact import ExactRoute, lossless
+from requant.formats.exact import ExactRoute, lossless, none_odd
 from requant.formats.fp8 import BLOCK
 from requant.formats.mxfp8 import GROUP
 from requant.formats.powers import exponents_of, pool_of_powers, wide
@@ -37,7 +37,7 @@ def _to_mxfp8(block: bool) -> ExactRoute:
         np.copyto(exponents.bits, regions)
         return 0
 
-    return lossless(transcode, pool_of_powers(_E8M0_RANGE), lambda pooled: pooled <= 0)
+    return lossless(transcode, pool_of_powers(_E8M0_RANGE), none_odd)
 
 
 FROM_FP8: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(

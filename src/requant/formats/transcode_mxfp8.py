@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from requant.formats.base import Tile
-from requant.formats.exact import ExactRoute, Pool, lossless
+from requant.formats.exact import ExactRoute, Pool, lossless, none_odd
 from requant.formats.fp8 import BLOCK
 from requant.formats.mxfp8 import GROUP
 
@@ -51,6 +51,6 @@ def _to_fp8_block(source: Sequence[Tile], target: Sequence[Tile], _pooled: float
 
 
 FROM_MXFP8: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(
-    {("mxfp8", "fp8-block"): lossless(_to_fp8_block, Pool(_mixed_at_most, _mixed), lambda pooled: pooled <= 0)}
+    {("mxfp8", "fp8-block"): lossless(_to_fp8_block, Pool(_mixed_at_most, _mixed), none_odd)}
 )
 """(MXFP8, target format) → the exact route to it."""

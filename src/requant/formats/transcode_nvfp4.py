@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from requant.formats.base import Format, Tile
-from requant.formats.exact import ExactRoute, lossless
+from requant.formats.exact import ExactRoute, lossless, none_odd
 from requant.formats.nvfp4 import Nvfp4
 from requant.formats.powers import pool_of_powers
 
@@ -69,7 +69,7 @@ def _to_dense(format_: Format) -> ExactRoute:
         return 0
 
     powers = pool_of_powers(_LARGEST_POWER, part=1)
-    return lossless(transcode, powers, lambda pooled: pooled <= 0)
+    return lossless(transcode, powers, none_odd)
 
 
 NVFP4_TO_DENSE: Mapping[tuple[str, str], ExactRoute] = MappingProxyType(

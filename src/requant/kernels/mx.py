@@ -7,11 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .floats import FLOATS, f32, u32
+from .floats import DTYPES, FLOATS, f32, u32
 from .native import Kernel
 
 GROUP = 32
 _encode = Kernel("mx", "encode")
+
+
+def table(values: NDArray[np.float64], dtype: str) -> NDArray[Any]:
+    """Return ``values * 2^(byte - 127)`` in ``dtype``, the byte first; NaN for byte 255, Inf beyond the dtype."""
+    scales = 2.0 ** (np.arange(256) - 127.0)
+    scales[255] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled: NDArray[Any] = np.multiply.outer(scales, values).astype(np.float32).astype(DTYPES[dtype])
+    return scaled
 
 
 class Element(NamedTuple):

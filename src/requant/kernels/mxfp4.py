@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import mx
-from .floats import DTYPES, f32
+from .floats import f32
 from .mx import GROUP
 from .native import Kernel
 
@@ -27,11 +27,7 @@ PAIRS = _E2M1[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
 @cache
 def _decoded(dtype: str) -> NDArray[Any]:
     """Return [exponent, byte] the two values of a byte of codes, as a word of their bits in ``dtype``."""
-    scales = 2.0 ** (np.arange(256) - 127.0)
-    scales[255] = np.nan
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = np.multiply.outer(scales, PAIRS).astype(np.float32)  # exact, or Inf
-        words: NDArray[Any] = values.astype(DTYPES[dtype]).view(np.uint64 if dtype == "F32" else np.uint32)
+    words: NDArray[Any] = mx.table(PAIRS, dtype).view(np.uint64 if dtype == "F32" else np.uint32)
     return words[..., 0]
 
 

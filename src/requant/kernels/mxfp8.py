@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import mx
-from .floats import DTYPES, f32, widen
+from .floats import f32, widen
 from .mx import GROUP
 from .native import Kernel
 
@@ -25,12 +25,7 @@ _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.f
 @cache
 def _decoded(dtype: str) -> NDArray[Any]:
     """Return [exponent, code] the bits of a value in ``dtype``."""
-    scales = 2.0 ** (np.arange(256) - 127.0)
-    scales[255] = np.nan
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = np.multiply.outer(scales, _E4M3).astype(np.float32)  # exact, or Inf
-        bits: NDArray[Any] = values.astype(DTYPES[dtype]).view(np.uint32 if dtype == "F32" else np.uint16)
-    return bits
+    return mx.table(_E4M3, dtype).view(np.uint32 if dtype == "F32" else np.uint16)
 
 
 def decode(codes: NDArray[np.uint8], exponents: NDArray[np.uint8], out: NDArray[Any], out_dtype: str) -> None:

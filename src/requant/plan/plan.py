@@ -12,7 +12,7 @@ from requant.checkpoint.sidefiles import SideFile, side_files
 from requant.dialects import DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
-from requant.families.family import family_of
+from requant.families.family import Family, family_of
 from requant.formats import format_named
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
@@ -34,7 +34,7 @@ class Plan:
     ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
     ``spread`` holds the jobs of the fused groups that lie in more than one shard. ``respelled`` holds by scheme
     the weights whose parts only change their names, or what lies beside them, ``bounds`` what bounds the activations
-    if the recipe asks for that.
+    if the recipe asks for that. ``family`` is whose facts say what is fused.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +45,7 @@ class Plan:
     spread: Mapping[str, list[Job]]
     respelled: Mapping[str, list[Weight]]
     bounds: InputBounds | None
+    family: Family | None
     kept: int
     kept_reasons: dict[str, int]
     problems: list[Problem]
@@ -132,7 +133,9 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     reasons = dict(selection.kept_reasons)
     respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
     spread = spread_groups(jobs)
-    return Plan(checkpoint, recipe, shards, sides, files, spread, respelled, bounds, kept, reasons, problems, notes)
+    return Plan(
+        checkpoint, recipe, shards, sides, files, spread, respelled, bounds, family, kept, reasons, problems, notes
+    )
 
 
 def _unused_scale_rule(selection: Selection, recipe: Recipe) -> list[str]:
