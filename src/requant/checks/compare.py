@@ -18,10 +18,11 @@ from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Rows, read_weight, tile_rows
 from requant.execute.workers import run_parallel
+from requant.families.family import families, family_of
 from requant.families.roles import Templates, role_of
 from requant.formats import FLOAT_DTYPES, Tile, format_named
-from requant.plan.inventory import Inventory, take_inventory
-from requant.plan.source_config import parse_config
+from requant.plan.inventory import take_inventory
+from requant.plan.source_config import NO_CONFIG, SourceConfig, parse_config
 
 WORST_DB = -999.0
 """The SQNR where there is noise and no signal, or noise without bound (a NaN or Inf on one side only)."""
@@ -115,8 +116,8 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, progress: Pr
 
 def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
     """Pair the weights by module; what has no partner goes into the result's notes."""
-    experts = parse_config(a.config).experts if a.config is not None else None
-    left, right = _by_module(take_inventory(a)), _by_module(take_inventory(b))
+    experts = _source(a).experts
+    left, right = _by_module(a), _by_module(b)
     templates = Templates()
     unmatched = []
     for module, weight in left.items():
@@ -134,8 +135,16 @@ def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
         result.notes.append(f"… and {len(unmatched) - 20} more without a counterpart")
 
 
-def _by_module(inventory: Inventory) -> dict[str, Weight]:
+def _source(checkpoint: Checkpoint) -> SourceConfig:
+    return NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config)
+
+
+def _by_module(checkpoint: Checkpoint) -> dict[str, Weight]:
     """Return all weights by module, and every other tensor as a weight of its own."""
+    source = _source(checkpoint)
+    # Of an unknown family the usual order of gate and up in a bank: were it another, the values would not match.
+    family = family_of(source.model_types) or families()["generic"]
+    inventory = take_inventory(checkpoint, source, family)
     if inventory.problems:
         raise CheckpointError(inventory.problems)
     weights = {weight.module: weight for weight in inventory.weights}
@@ -153,7 +162,8 @@ def _distance(store_a: LocalStore, a: Weight, store_b: LocalStore, b: Weight, sc
     if not (a.format and b.format):
         _compare_bytes(store_a, flat_a, store_b, flat_b, distance)
         return distance
-    for rows in tile_rows(flat_a, 4):
+    turned = b.bank is not None and b.bank.stride
+    for rows in tile_rows(flat_b if turned else flat_a, 4):
         first = _values(store_a, flat_a, rows, scratch, "a")
         second = _values(store_b, flat_b, rows, scratch, "b")
         differing, signal, noise, worst = compare.accumulate(first.bits.view(np.float32), second.bits.view(np.float32))

@@ -70,7 +70,7 @@ def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) 
 
 def _verify(checkpoint: Checkpoint, state: State, level: Level, workers: int, progress: Progress) -> Verification:
     source = parse_config(checkpoint.config)
-    inventory = take_inventory(checkpoint)
+    inventory = take_inventory(checkpoint, source)
     problems = list(inventory.problems)
     notes = [*checkpoint.notes, *disagreements(source, inventory.weights)]
     unknown = [weight.module for weight in inventory.weights if not weight.format]
@@ -88,7 +88,10 @@ def _find_nan(
 
     wanted: list[tuple[TensorRef, str]] = []
     for weight in inventory.weights:
-        if weight.format and len(weight.shape) == 2:
+        if weight.bank is not None and weight.bank.stride:
+            # Its payload begins in the middle of a stored tensor and does not lie in one piece: the tensor is read.
+            refs = [(ref, ref.dtype) for ref in weight.bank.tensors]
+        elif weight.format and len(weight.shape) == 2:
             parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
             refs = [(ref, part.spelled(ref.dtype)) for ref, part in zip(weight.parts, parts, strict=True)]
             refs += [(ref, ref.dtype) for ref in weight.inputs]
@@ -97,6 +100,7 @@ def _find_nan(
         wanted += refs if level == "data" else refs[1:]
     if level == "data":
         wanted += [(ref, ref.dtype) for ref in inventory.others]
+    wanted = list(dict.fromkeys(wanted))  # of a bank that lies transposed, all weights name the same tensors
     found: list[Problem] = []
     lock = threading.Lock()
 

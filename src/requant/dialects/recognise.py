@@ -29,13 +29,29 @@ DEFAULT_DTYPE = "BF16"
 """The dtype of the scales made from a source that has no float dtype of its own."""
 
 
+class Bank(NamedTuple):
+    """What the weights of one bank (all experts of a layer in one tensor) have in common.
+
+    ``tensors`` are the stored ones, the payload first. ``stride``: elements from one column of a weight to the next
+    where it lies transposed, else 0. ``whole``: engines do not take the experts apart. ``refusal`` says why this bank
+    is one weight of three dimensions or more; "" where it is meant to be, or is taken apart.
+    """
+
+    name: str
+    tensors: tuple[TensorRef, ...]
+    stride: int = 0
+    whole: bool = False
+    refusal: str = ""
+
+
 class Weight(NamedTuple):
     """A weight as it lies on disk.
 
     ``module`` is the name without the part suffix, ``format`` the name of one or "" where the parts are of no
     known format, ``shape`` the logical one, ``dtype`` the float dtype of the stored values (dense) or scales;
     BF16 where the format has no float dtype. ``parts`` follow the format's order and are spelled in ``dialect``;
-    ``inputs`` are the activation scales beside them.
+    ``inputs`` are the activation scales beside them. ``bank``: the one that it is a part of. Its ``parts`` are then
+    slices of stored tensors, under names of their own.
     """
 
     module: str
@@ -45,6 +61,7 @@ class Weight(NamedTuple):
     parts: tuple[TensorRef, ...]
     dialect: str = ""
     inputs: tuple[TensorRef, ...] = ()
+    bank: Bank | None = None
 
 
 _CODES = ("U8", "F8_E4M3", "F8_E5M2")
@@ -69,11 +86,6 @@ class _Found(NamedTuple):
     dtype: str
     order: tuple[int, ...]
     inputs: tuple[int, ...]
-
-
-def is_bank(module: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor holds all experts of a layer: three dimensions or more, directly below ``experts``."""
-    return len(shape) >= 3 and module.rpartition(".")[0].endswith(".experts")
 
 
 class Recogniser:
@@ -115,7 +127,7 @@ class Recogniser:
         else:
             parts = tuple([tensors[place] for place in order])
         beside = tuple([tensors[place] for place in inputs]) if inputs else ()
-        return _new_weight((module, name, shape, dtype, parts, dialect, beside))
+        return _new_weight((module, name, shape, dtype, parts, dialect, beside, None))
 
 
 def _classify(start: int, tensors: Sequence[TensorRef], stored_shape: tuple[int, ...]) -> _Found | None:

@@ -19,7 +19,7 @@ from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
 from requant.execute.input_scales import InputAmax
 from requant.execute.journal import WORK, Journal
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Values, tile_rows
+from requant.execute.tiles import Values, job_tiles
 from requant.execute.work import convert_group, convert_tile, start_job
 from requant.execute.workers import run_parallel
 from requant.plan.jobs import Job, pooled_groups
@@ -173,7 +173,7 @@ def _shard_work(shard: _OpenShard, plan: Plan, amax: InputAmax) -> Iterator[tupl
     for job in shard.plan.jobs:
         if not job.kind.route.pools:
             state = start_job(job, starts)
-            for rows in tile_rows(job.weight, job.kind.route.widest_item):
+            for rows in job_tiles(job):
                 share = _output_bytes(job) * (rows.last - rows.first) // job.weight.shape[0]
                 yield partial(convert_tile, state, rows, store, writer), share
     for group in pooled_groups(shard.plan.jobs):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Rows, tile_rows, values_of
+from requant.execute.tiles import Rows, job_tiles, values_of
 from requant.formats import Tile
 from requant.plan.jobs import Job
 
@@ -24,7 +24,7 @@ def pool(jobs: Iterable[Job], read: Read, read_scales: Read, scratch: Scratch) -
     largest = -math.inf
     for job in jobs:
         route = job.kind.route
-        for rows in tile_rows(job.weight, route.widest_item):
+        for rows in job_tiles(job):
             if route.exact is not None and route.exact.pool is not None:
                 if route.exact.pool.bound(read_scales(job, rows)) > largest:
                     largest = max(largest, route.exact.pool.of(read(job, rows)))

@@ -15,7 +15,7 @@ from requant.checkpoint.store import LocalStore
 from requant.errors import Problem
 from requant.execute.pooling import pool
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import read_scales, read_weight, tile_rows
+from requant.execute.tiles import job_tiles, read_scales, read_weight, tile_rows
 from requant.execute.workers import run_parallel
 from requant.plan.jobs import Job
 from requant.plan.plan import Plan
@@ -89,7 +89,7 @@ def _count_over_span(plan: Plan, group: Sequence[Job], scratch: Scratch, found: 
         if exact.holds is not None and not exact.holds(pooled):
             found.over_span[job.weight.module] = job.weight.shape[0] * job.weight.shape[1]
             continue
-        for rows in tile_rows(job.weight, job.kind.route.widest_item):
+        for rows in job_tiles(job):
             scales = read_scales(store, job.weight, rows, scratch)
             if exact.suspects(scales, pooled).any():
                 values = exact.over_span(read_weight(store, job.weight, rows, scratch), pooled)

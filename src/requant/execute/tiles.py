@@ -12,6 +12,7 @@ from requant.checkpoint.store import LocalStore
 from requant.dialects.recognise import Weight
 from requant.execute.scratch import Scratch
 from requant.formats import Part, Tile, ceil_div, format_named
+from requant.plan.jobs import Job
 from requant.plan.routes import Route
 
 TILE_BYTES = 8 << 20
@@ -64,9 +65,19 @@ class Rows(NamedTuple):
         return self.first // part.rows, ceil_div(self.last, part.rows)
 
 
+def job_tiles(job: Job) -> Iterator[Rows]:
+    """Cut a job's weight into tiles; one that lies transposed, or is to, is not cut."""
+    if job.into is not None:
+        return iter((Rows(0, job.weight.shape[0]),))
+    return tile_rows(job.weight, job.kind.route.widest_item)
+
+
 def tile_rows(weight: Weight, widest_item: int) -> Iterator[Rows]:
     """Cut a weight into tiles of about TILE_BYTES, given the widest value that it becomes on its way."""
     rows, columns = weight.shape
+    if weight.bank is not None and weight.bank.stride:
+        yield Rows(0, rows)
+        return
     fitting = TILE_BYTES // max(1, columns * widest_item)
     step = max(TILE_ROWS, fitting // TILE_ROWS * TILE_ROWS)
     for first in range(0, rows, step):
@@ -79,6 +90,23 @@ def read_part(store: LocalStore, ref: TensorRef, part: Part, rows: Rows, scratch
     columns = part.shape[-1]
     tile = scratch.tile(slot, ref.dtype, last - first, columns)
     store.read_into(ref.shard, ref.offset + first * columns * tile.bits.itemsize, tile.bits)
+    return tile
+
+
+def read_turned(store: LocalStore, ref: TensorRef, part: Part, stride: int, scratch: Scratch, slot: str) -> Tile:
+    """Read all rows of a part that lies transposed: a column every ``stride`` elements."""
+    from requant.kernels import transpose
+
+    rows, columns = part.shape
+    turned = scratch.tile("turned", ref.dtype, columns, rows)
+    if stride == rows:
+        store.read_into(ref.shard, ref.offset, turned.bits)
+    else:
+        for column in range(columns):
+            at = ref.offset + column * stride * turned.bits.itemsize
+            store.read_into(ref.shard, at, turned.bits[column])
+    tile = scratch.tile(slot, ref.dtype, rows, columns)
+    transpose.transpose(turned.bits, tile.bits)
     return tile
 
 
@@ -99,8 +127,11 @@ def _read_parts(
 ) -> tuple[Tile, ...]:
     """Read some rows of the parts from the ``first`` on."""
     parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
+    stride = 0 if weight.bank is None else weight.bank.stride
     return tuple(
-        read_part(store, ref, part, rows, scratch, f"{slot} {index}")
+        read_turned(store, ref, part, stride, scratch, f"{slot} {index}")
+        if stride and not index
+        else read_part(store, ref, part, rows, scratch, f"{slot} {index}")
         for index, (ref, part) in enumerate(zip(weight.parts, parts, strict=True))
         if index >= first
     )

@@ -16,10 +16,10 @@ from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError
 from requant.execute.pooling import nan_or_inf, pool
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Rows, Values, read_weight, tile_rows, values_of
+from requant.execute.tiles import Rows, Values, job_tiles, read_weight, values_of
 from requant.formats import FLOAT_DTYPES, NUMPY_BITS, Encoding, Tile
 from requant.formats.nvfp4 import Nvfp4
-from requant.plan.jobs import Job, is_held
+from requant.plan.jobs import Into, Job, is_held
 
 
 @dataclass(slots=True)
@@ -47,8 +47,23 @@ class JobState:
 
 def start_job(job: Job, starts: Mapping[str, int]) -> JobState:
     """Return a job none of whose tiles is done; ``starts`` says where every tensor of the shard begins."""
-    tiles = sum(1 for _ in tile_rows(job.weight, job.kind.route.widest_item))
+    tiles = sum(1 for _ in job_tiles(job))
     return JobState(job, tuple(starts[name] for name in job.names), tiles)
+
+
+def _write_turned(into: Into, start: int, codes: Tile, writer: ShardWriter, scratch: Scratch) -> None:
+    """Write a whole weight as the columns ``[in, out]`` that it has in a bank, which begins at ``start``."""
+    from requant.kernels import transpose
+
+    rows, columns = codes.bits.shape
+    turned = scratch.tile("turned", codes.dtype, columns, rows).bits
+    transpose.transpose(codes.bits, turned)
+    stride = into.shape[2]
+    if rows == stride:
+        writer.write(start + into.first * turned.itemsize, turned)
+        return
+    for column in range(columns):
+        writer.write(start + (into.first + column * stride) * turned.itemsize, turned[column])
 
 
 def convert_tile(state: JobState, rows: Rows, store: LocalStore, writer: ShardWriter, scratch: Scratch) -> Values:
@@ -77,7 +92,7 @@ def convert_group(
     pooled = pool(pooled_with, read, lambda job, rows: read(job, rows)[1:], scratch)
     values = Values(unlike_reference=sum(_is_unlike_reference(job, pooled) for job in jobs))
     for state, job in zip(states, jobs, strict=True):
-        for rows in tile_rows(job.weight, job.kind.route.widest_item):
+        for rows in job_tiles(job):
             values.add(_convert(state, rows, read(job, rows), pooled, writer, scratch))
     return values
 
@@ -110,7 +125,10 @@ def _convert(
     else:
         values = _round(state.job, rows, source, target, pooled, scratch)
         values.rounded = count
-    writer.write(state.starts[0] + rows.first * payload.shape[1] * codes.bits.itemsize, codes.bits)
+    if state.job.into is None:
+        writer.write(state.starts[0] + rows.first * payload.shape[1] * codes.bits.itemsize, codes.bits)
+    else:
+        _write_turned(state.job.into, state.starts[0], codes, writer, scratch)
     with state.lock:
         state.remaining -= 1
         done = state.remaining == 0

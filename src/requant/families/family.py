@@ -1,4 +1,4 @@
-"""Facts about one model family, from its YAML file: which modules an engine fuses into one layer."""
+"""Facts about one model family, from its YAML file: what an engine fuses into one layer, how experts are stored."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from requant.errors import CallError, Problem
 
 Members = tuple[str, ...]
 
-_KEYS = "model_types and fused"
+Bank = Literal["halves", "interleaved"]
+"""How gate and up lie in a tensor that holds both: one after the other, or in turn, row by row."""
+
+_KEYS = "model_types, fused and dense_bank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +24,14 @@ class Family:
     """``fused`` lists the leaf names that are one layer in engines where they have the same parent.
 
     Of a group, any members may be missing. The first group that finds two of its members at a parent has them.
+    ``dense_bank`` is set where engines want unquantized experts as banks ``[experts, in, out]``, all of a layer in
+    one tensor; where gate and up are interleaved there, no engine takes the experts apart.
     """
 
     name: str
     model_types: tuple[str, ...]
     fused: tuple[Members, ...]
+    dense_bank: Bank | None = None
 
 
 @cache
@@ -76,16 +82,17 @@ def parse_family(file: str, text: str) -> Family:
         raise _malformed(file, 0, " ".join(str(error).split())) from None
     if not isinstance(top, yaml.MappingNode):
         raise _malformed(file, 1, f"it is no mapping with the keys {_KEYS}")
-    lists: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in top.value:
-        if key.value not in ("model_types", "fused"):
+        if key.value not in ("model_types", "fused", "dense_bank"):
             raise _malformed(file, key.start_mark.line + 1, f"its keys are {_KEYS}, not {key.value!r}")
-        if key.value in lists:
+        if key.value in found:
             raise _malformed(file, key.start_mark.line + 1, f"{key.value} is there twice")
-        lists[key.value] = value
-    types = _names(file, lists["model_types"]) if "model_types" in lists else ()
-    fused = tuple(_group(file, node) for node in _items(file, lists["fused"])) if "fused" in lists else ()
-    return Family(Path(file).stem, types, fused)
+        found[key.value] = value
+    types = _names(file, found["model_types"]) if "model_types" in found else ()
+    fused = tuple(_group(file, node) for node in _items(file, found["fused"])) if "fused" in found else ()
+    bank = _bank(file, found["dense_bank"]) if "dense_bank" in found else None
+    return Family(Path(file).stem, types, fused, bank)
 
 
 def fused_groups(modules: Iterable[str], family: Family) -> dict[str, str]:
@@ -119,6 +126,13 @@ def _group(file: str, node: Any) -> Members:
     if len(set(members)) < max(2, len(members)):
         raise _malformed(file, node.start_mark.line + 1, "a fused group has two or more names, each once")
     return members
+
+
+def _bank(file: str, node: Any) -> Bank:
+    for bank in get_args(Bank):
+        if node.value == bank:
+            return bank  # type: ignore[no-any-return]
+    raise _malformed(file, node.start_mark.line + 1, f"dense_bank is one of {', '.join(get_args(Bank))}")
 
 
 def _names(file: str, node: Any) -> Members:

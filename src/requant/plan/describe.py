@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from requant.dialects import Dialect
 from requant.dialects.compressed_tensors import Group
-from requant.dialects.recognise import Weight, is_bank
+from requant.dialects.recognise import Weight
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 from requant.plan.config import synthesize
@@ -55,7 +56,7 @@ def _groups(selection: Selection, source: SourceConfig) -> dict[str, Group | Non
     resolver = Resolver(quantization)
     groups: dict[str, Group | None] = {}
     for target, weights in selection.under_schemes():
-        groups.update(dict.fromkeys([weight.module for weight in weights], target.scheme.group))
+        groups.update(dict.fromkeys(chain.from_iterable(map(_asked_as, weights)), target.scheme.group))
     known: dict[tuple[str, str | None, bool], Group | None] = {}
     problems = []
     for weight in selection.kept:
@@ -114,12 +115,13 @@ def disagreements(source: SourceConfig, weights: Iterable[Weight]) -> list[str]:
 
 
 def _asked_as(weight: Weight) -> list[str]:
-    """Return the names by which engines ask for a weight: those of its experts for a 3-D bank."""
-    if is_bank(weight.module, weight.shape):
-        parent, _, leaf = weight.module.rpartition(".")
-        members = ("gate_proj", "up_proj") if "gate_up" in leaf else (leaf,)
-        return [f"{parent}.0.{member}" for member in members]
-    return [weight.module]
+    """Return the names by which engines ask for a weight: those of one expert for a bank that is not taken apart."""
+    bank = weight.bank
+    if bank is None or not (bank.whole or bank.refusal):
+        return [weight.module]
+    parent, _, leaf = weight.module.rpartition(".")
+    members = ("gate_proj", "up_proj") if "gate_up" in leaf else (leaf,)
+    return [f"{parent}{'' if len(weight.shape) == 2 else '.0'}.{member}" for member in members]
 
 
 def _kept_group(weight: Weight, quantization: Mapping[str, Any], name: str | None) -> Group | None:

@@ -75,7 +75,7 @@ def draft_family(checkpoint: Checkpoint) -> FamilyDraft:
     known = family_of(source.model_types) or families()["generic"]
     fused: dict[Members, list[str]] = {}
     candidates: dict[Members, list[str]] = {}
-    for parent, leaves in _layers(take_inventory(checkpoint).weights, source.experts):
+    for parent, leaves in _layers(take_inventory(checkpoint, source, known).weights, source.experts):
         columns = dict(leaves)
         left = set(columns)
         for members in known.fused:

@@ -69,7 +69,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         source = parse_config(checkpoint.config)
     except CheckpointError as error:
         notes += [str(problem) for problem in error.problems]
-    inventory = take_inventory(checkpoint)
+    inventory = take_inventory(checkpoint, source)
     formats: dict[str, Share] = {}
     classes: dict[tuple[str, str], Share] = {}
 

@@ -9,16 +9,18 @@ import numpy as np
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
-from requant.dialects.recognise import PART_SUFFIXES, Recogniser, Weight, is_bank
+from requant.dialects.banks import Banks, ExpertFacts
+from requant.dialects.recognise import PART_SUFFIXES, Recogniser, Weight
 from requant.errors import Problem
-from requant.formats import FLOAT_DTYPES
+from requant.families.family import Family, family_of
+from requant.plan.source_config import SourceConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """Every tensor of a checkpoint, once: as a part of a weight, or among the ``others`` (biases, A_log …).
 
-    Weights are in the order of their first part in the shards.
+    Those of banks first, weights are in the order of their first part in the shards.
     """
 
     weights: list[Weight]
@@ -26,24 +28,34 @@ class Inventory:
     problems: list[Problem]
 
 
-def take_inventory(checkpoint: Checkpoint) -> Inventory:
-    """Group the tensors into weights; a missing or orphaned part is a problem."""
+def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family | None = None) -> Inventory:
+    """Group the tensors into weights; a missing or orphaned part is a problem.
+
+    ``source`` is the checkpoint's config; ``family`` stands in for the one that it names.
+    """
     modules: dict[str, tuple[TensorRef, ...]] = {}
     others: list[TensorRef] = []
-    banks: list[Weight] = []  # all experts of a layer in one tensor, named without a part suffix
+    banks = Banks()
     for shard in checkpoint.shards:
         for tensor in shard.tensors:
+            if len(tensor.shape) > 2 and banks.add(tensor):
+                continue
             module, _, suffix = tensor.name.rpartition(".")
             if suffix in PART_SUFFIXES and module:
                 modules[module] = (*modules.get(module, ()), tensor)
-            elif is_bank(tensor.name, tensor.shape):
-                format_name = "dense" if tensor.dtype in FLOAT_DTYPES else ""
-                banks.append(Weight(tensor.name, format_name, tensor.shape, tensor.dtype, (tensor,)))
             else:
                 others.append(tensor)
-    weights: list[Weight] = banks
+    weights: list[Weight] = []
     recognise = Recogniser(partial(_read_shape, checkpoint))
     problems: list[Problem] = []
+    for found in banks.weights(_expert_facts(source, family or family_of(source.model_types)), recognise):
+        if isinstance(found, Problem):
+            problems.append(found)
+        elif found.module in modules:
+            message = f"it is stored by itself, too, beside the bank {found.parts[0].name} in {found.parts[0].shard}"
+            problems.append(Problem("name-hostile", message, found.module, "delete one of the two"))
+        else:
+            weights.append(found)
     for module, parts in modules.items():
         found = recognise(module, parts)
         if isinstance(found, Problem):
@@ -51,6 +63,12 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         else:
             weights.append(found)
     return Inventory(weights, others, problems)
+
+
+def _expert_facts(source: SourceConfig, family: Family | None) -> ExpertFacts:
+    hidden, intermediate = source.expert_sizes
+    order = None if family is None else family.dense_bank or "halves"
+    return ExpertFacts(hidden, intermediate, source.experts, order)
 
 
 def _read_shape(checkpoint: Checkpoint, tensor: TensorRef) -> tuple[int, ...]:

@@ -29,16 +29,33 @@ class Kind(NamedTuple):
     outputs: tuple[tuple[str, tuple[str, tuple[int, ...], int]], ...]
 
 
+class Into(NamedTuple):
+    """Where an unquantized weight lies in a bank: transposed, from element ``first`` of the tensor ``name``.
+
+    ``shape`` is the bank's, ``[experts, in, out]``; a column of the weight is a part of one of its rows.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    first: int
+
+
 class Job(NamedTuple):
-    """A weight to convert. ``group`` names the fused group that it pools a number with; "": none."""
+    """A weight to convert. ``group`` names the fused group that it pools a number with; "": none.
+
+    ``into`` is the bank that it becomes a part of.
+    """
 
     weight: Weight
     kind: Kind
     group: str
+    into: Into | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the parts that replace it, in the target format's order."""
+        """The names of the tensors that hold it, in the target format's order."""
+        if self.into is not None:
+            return (self.into.name,)
         return tuple(self.weight.module + suffix for suffix, _ in self.kind.outputs)
 
 

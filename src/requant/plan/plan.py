@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.families.family import Family, family_of
 from requant.formats import format_named
+from requant.plan.banks import divide_banks, into_banks
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import describe, disagreements
 from requant.plan.groups import fused_members, split_groups
@@ -98,21 +100,23 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 
 def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     source = parse_config(checkpoint.config)
-    inventory = take_inventory(checkpoint)
-    selection = select(inventory.weights, recipe, source.experts)
     family = recipe.family or family_of(source.model_types)
+    inventory = take_inventory(checkpoint, source, family)
+    selection = select(inventory.weights, recipe, source.experts)
     groups, faults = fused_members(selection, family, source.model_type)
     problems = inventory.problems + selection.problems + faults + split_groups(selection, family)
     notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
     notes += _unused_scale_rule(selection, recipe)
     dialect = DIALECTS[recipe.dialect]
-    jobs = make_jobs(selection, recipe, dialect, source.dtype, groups)
+    jobs = into_banks(make_jobs(selection, recipe, dialect, source.dtype, groups), family, source.experts)
     problems += must_round(jobs)
     renamed, unspoken = respelled_parts(selection, dialect, recipe.input_scale)
-    problems += unspoken
-    copies = kept_tensors(inventory, selection, renamed)
+    banks, torn = divide_banks(selection, renamed)
+    problems += unspoken + torn
+    notes += _held_experts(jobs)
+    copies, dropped = kept_tensors(inventory, selection, renamed, banks)
     if not problems:
-        check_conservation(checkpoint, jobs, copies, sum(again is None for again in renamed.values()))
+        check_conservation(checkpoint, jobs, copies, dropped, banks)
     inputs = stored_inputs(selection, dialect, recipe.input_scale)
     bounds = None
     if recipe.input_scale.kind == "bound" and inputs:
@@ -136,6 +140,15 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     return Plan(
         checkpoint, recipe, shards, sides, files, spread, respelled, bounds, family, kept, reasons, problems, notes
     )
+
+
+def _held_experts(jobs: Iterable[Job]) -> list[str]:
+    """Return a note where experts lie transposed: a worker then holds all of one, not a tile."""
+    turned = [job for job in jobs if job.into is not None or (job.weight.bank is not None and job.weight.bank.stride)]
+    if not turned:
+        return []
+    largest = max(math.prod(job.weight.shape) * job.kind.route.widest_item for job in turned)
+    return [f"{len(turned)} experts' weights lie transposed in banks: each worker holds up to {2 * largest:,} bytes"]
 
 
 def _unused_scale_rule(selection: Selection, recipe: Recipe) -> list[str]:

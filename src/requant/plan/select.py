@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from requant.dialects import DIALECTS
-from requant.dialects.recognise import Weight, is_bank
+from requant.dialects.recognise import Weight
 from requant.errors import Problem
 from requant.families.roles import Templates, role_of
 from requant.formats import format_named
 from requant.recipe.patterns import LINEAR, first_matches
 from requant.recipe.recipe import Recipe, Rule
-from requant.schemes import Scheme
+from requant.schemes import SCHEMES, Scheme
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +57,17 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
     """
     found = Selection()
     targets = _targets(recipe)
+    decoding = _decoding(targets.values(), weights)
     chooser = _Chooser(recipe.rules, weights, experts)
-    widths = {target: format_named(target.format).multiple for target in targets.values()}
+    widths = {target: format_named(target.format).multiple for target in (*targets.values(), *decoding.values())}
     for target in widths:
         found.converted[target], found.respelled[target], found.already[target] = [], [], []
     for weight in weights:
         rule, reason = chooser.choose(weight)
         if not reason and weight.format and len(weight.shape) == 2:
             target = targets[id(rule)]
+            if weight.bank is not None and weight.bank.whole:
+                target = decoding[target]
             if weight.format != target.format:
                 if weight.shape[1] % widths[target] == 0:
                     found.converted[target].append(weight)
@@ -82,6 +85,13 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
         found.kept.append(weight)
         found.kept_reasons[reason] += 1
     chooser.report(found, weights)
+    for target, other in decoding.items():
+        count = len(found.converted[other])
+        if count and target is not other:
+            found.notes.append(
+                f"{count} experts' weights are decoded to {other.scheme.name}: they lie in banks that engines load as "
+                f"a whole, and none does under {target.scheme.name} (--ignore them to keep them as they are)"
+            )
     if not (found.problems or any(some for _, some in found.under_schemes())):
         message = "nothing is left to convert: every weight is ignored or kept"
         remedy = "loosen --ignore or name a --target"
@@ -96,6 +106,17 @@ def _targets(recipe: Recipe) -> dict[int, Target]:
         id(rule): Target(rule.scheme, replaced.get(rule.scheme.format, rule.scheme.format), rule)
         for rule in recipe.rules
         if rule.scheme is not None
+    }
+
+
+def _decoding(targets: Collection[Target], weights: Iterable[Weight]) -> dict[Target, Target]:
+    """Return what takes each target's place for weights in banks that engines load as a whole; {} without any."""
+    if not any(weight.bank is not None and weight.bank.whole for weight in weights):
+        return {}
+    unquantized = SCHEMES["BF16"]
+    return {
+        target: target if target.format == "dense" else Target(unquantized, unquantized.format, target.rule)
+        for target in targets
     }
 
 
@@ -176,9 +197,10 @@ def _fault(weight: Weight, rule: Rule | None, keep: str) -> Problem | None:
     if rule is None or rule.scheme is None:
         return None
     module, shape, scheme = weight.module, list(weight.shape), rule.scheme
-    if is_bank(module, weight.shape):
-        message = f"{shape} in {weight.parts[0].shard}: all experts of a layer in one tensor, which is not divided yet"
-        return Problem("unknown-format", message, module, "--ignore it")
+    if weight.bank is not None and weight.bank.refusal:
+        message = f"{shape} in {weight.parts[0].shard}: experts in one tensor, {weight.bank.refusal}"
+        remedy = "--ignore it, or say with --family what its model is"
+        return Problem("unknown-format", message, module, remedy)
     if not weight.format and (not keep or len(weight.parts) > 1):  # one part is a tensor of some dtype, to be kept
         parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)} in {part.shard}" for part in weight.parts)
         return Problem("unknown-format", f"no known format has these parts: {parts}", module, "--ignore it")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from requant.checkpoint.checkpoint import Checkpoint
@@ -12,6 +14,7 @@ from requant.checkpoint.header import ShardHeader, TensorRef
 from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
 from requant.dialects import Dialect, InputScale
 from requant.dialects.recognise import Weight
+from requant.plan.banks import BankPlan
 from requant.plan.inventory import Inventory
 from requant.plan.jobs import Job
 from requant.plan.select import Selection
@@ -54,27 +57,48 @@ def stored_inputs(selection: Selection, dialect: Dialect, wish: InputScaleSource
 
 
 def kept_tensors(
-    inventory: Inventory, selection: Selection, renamed: Mapping[str, TensorRef | None]
-) -> dict[str, list[TensorRef]]:
-    """Return by shard the tensors that are copied, as they are written: under the names that ``renamed`` gives."""
+    inventory: Inventory, selection: Selection, renamed: Mapping[str, TensorRef | None], banks: BankPlan
+) -> tuple[dict[str, list[TensorRef]], list[TensorRef]]:
+    """Return by shard the tensors that are copied, as they are written, and those that are left out.
+
+    They are written under the names that ``renamed`` gives.
+    """
     found: dict[str, list[TensorRef]] = {}
-    for tensor in inventory.others:
+    dropped = []
+    for tensor in chain(inventory.others, *(bank.tensors for bank in banks.copied.values())):
         found.setdefault(tensor.shard, []).append(tensor)
     for weights in (selection.kept, *selection.already.values(), *selection.respelled.values()):
         for weight in weights:
+            if weight.bank is not None and weight.bank.name in banks.copied:
+                continue
             for part in (*weight.parts, *weight.inputs):
                 written = renamed.get(part.name, part) if renamed else part
-                if written is not None:
+                if written is None:
+                    dropped.append(part)
+                else:
                     found.setdefault(part.shard, []).append(written)
-    return found
+    return found, dropped
 
 
 def check_conservation(
-    checkpoint: Checkpoint, jobs: Iterable[Job], kept: Mapping[str, Sequence[TensorRef]], dropped: int
+    checkpoint: Checkpoint,
+    jobs: Iterable[Job],
+    kept: Mapping[str, Sequence[TensorRef]],
+    dropped: Sequence[TensorRef],
+    banks: BankPlan,
 ) -> None:
-    """Make sure that every tensor of the source is copied, replaced, or dropped on purpose."""
-    replaced = sum([len(job.weight.parts) + len(job.weight.inputs) for job in jobs])
-    if replaced + sum(map(len, kept.values())) + dropped != checkpoint.tensor_count:
+    """Make sure that every tensor of the source is copied, replaced, or dropped on purpose.
+
+    Where banks are taken apart, that every byte is: a scale may be shared by two of their weights.
+    """
+    if banks.apart:
+        replaced = chain.from_iterable((*job.weight.parts, *job.weight.inputs) for job in jobs)
+        accounted = {ref[3:] for ref in chain(replaced, dropped, *kept.values())}
+        complete = sum(nbytes for _, _, nbytes in accounted) == checkpoint.data_bytes
+    else:
+        count = sum([len(job.weight.parts) + len(job.weight.inputs) for job in jobs])
+        complete = count + sum(map(len, kept.values())) + len(dropped) == checkpoint.tensor_count
+    if not complete:
         raise AssertionError("a plan must account for every tensor")
 
 
@@ -86,8 +110,12 @@ def lay_out_shards(
 ) -> list[ShardPlan]:
     """Give every job to the shard of its payload; a shard that is left without tensors is dropped."""
     by_shard: dict[str, list[Job]] = {}
+    homes: dict[str, str] = {}  # of banks: where their first weight was
     for job in jobs:
-        by_shard.setdefault(job.weight.parts[0].shard, []).append(job)
+        home = job.weight.parts[0].shard
+        if job.into is not None:
+            home = homes.setdefault(job.into.name, home)
+        by_shard.setdefault(home, []).append(job)
     new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
     plans = []
     for shard in checkpoint.shards:
@@ -95,11 +123,21 @@ def lay_out_shards(
         if not (mine or stored) and sorted(copied) == sorted(shard.tensors):
             plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True))
         elif mine or stored or copied:
-            new = [new_spec((job.weight.module + suffix, *rest)) for job in mine for suffix, rest in job.kind.outputs]
+            alone = [job for job in mine if job.into is None] if any(job.into for job in mine) else mine
+            new = [new_spec((job.weight.module + suffix, *rest)) for job in alone for suffix, rest in job.kind.outputs]
+            new += dict.fromkeys(_bank_of(job) for job in mine if job.into is not None)
             new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
             layout = lay_out(shard.shard, new, copied, shard.metadata)
             plans.append(ShardPlan(shard.shard, layout, mine, stored, verbatim=False))
     return plans
+
+
+def _bank_of(job: Job) -> TensorSpec:
+    """Return the bank that a job's weight becomes a part of."""
+    assert job.into is not None
+    [(_, (dtype, shape, nbytes))] = job.kind.outputs
+    whole = math.prod(job.into.shape)
+    return TensorSpec(job.into.name, dtype, job.into.shape, nbytes // math.prod(shape) * whole)
 
 
 def _as_it_is(shard: ShardHeader) -> ShardLayout:

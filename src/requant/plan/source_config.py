@@ -60,6 +60,16 @@ class SourceConfig:
         return None
 
     @property
+    def expert_sizes(self) -> tuple[int, frozenset[int]]:
+        """The hidden size, and the intermediate sizes that an expert may have; 0 and none where it does not say."""
+        for scope in _scopes(self.value):
+            hidden = scope.get("hidden_size")
+            if isinstance(hidden, int) and hidden > 0:
+                sizes = [size for key, size in scope.items() if key.endswith("intermediate_size")]
+                return hidden, frozenset(size for size in sizes if isinstance(size, int) and size > 0)
+        return 0, frozenset()
+
+    @property
     def situ_bound(self) -> float | None:
         """What the output of the activation SiTU cannot exceed in magnitude; None: the activation is another one.
 

@@ -1,0 +1,102 @@
+"""Banks in a plan: which are copied as they are, and which weights come together in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from requant.checkpoint.header import TensorRef
+from requant.dialects.recognise import Bank, Weight
+from requant.errors import Problem
+from requant.families.family import Family
+from requant.plan.jobs import Into, Job
+from requant.plan.select import Selection
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+_MEMBERS = {
+    "halves": {
+        "gate_proj": ("gate_up_proj", 0, 2),
+        "up_proj": ("gate_up_proj", 1, 2),
+        "down_proj": ("down_proj", 0, 1),
+    },
+    "interleaved": {"gate_up_proj": ("gate_up_proj", 0, 1), "down_proj": ("down_proj", 0, 1)},
+}
+"""How gate and up share a bank → an expert's weight → the bank that it lies in, its place there, of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class BankPlan:
+    """``copied``: the banks of which nothing changes; ``apart``: those whose weights go their own ways."""
+
+    copied: Mapping[str, Bank]
+    apart: Mapping[str, Bank]
+
+
+def divide_banks(selection: Selection, renamed: Mapping[str, TensorRef | None]) -> tuple[BankPlan, list[Problem]]:
+    """Find the banks that are copied whole: no weight of theirs is converted, and no part of one has a new name."""
+    apart = {weight.bank.name: weight.bank for weight in _staying(selection, converted=True) if weight.bank}
+    copied: dict[str, Bank] = {}
+    staying = [weight for weight in _staying(selection, converted=False) if weight.bank is not None]
+    for weight in staying:
+        assert weight.bank is not None
+        if any(part.name in renamed for part in (*weight.parts, *weight.inputs)):
+            apart[weight.bank.name] = weight.bank
+        else:
+            copied[weight.bank.name] = weight.bank
+    torn: dict[str, Weight] = {}
+    for weight in staying:
+        bank = weight.bank
+        if bank is not None and bank.name in apart and (bank.stride or bank.whole):
+            torn.setdefault(bank.name, weight)
+    why = {True: "which engines load as a whole", False: "where the experts lie transposed"}
+    problems = [
+        Problem(
+            "fused-split",
+            f"it would stay, and others of {name} would not, {why[bank.whole]}",
+            weight.module,
+            "convert or ignore all experts of the layer alike",
+        )
+        for name, weight in torn.items()
+        if (bank := weight.bank) is not None
+    ]
+    return BankPlan({name: bank for name, bank in copied.items() if name not in apart}, apart), problems
+
+
+def _staying(selection: Selection, *, converted: bool) -> Iterator[Weight]:
+    """Yield the weights that are converted, or those that are not."""
+    if converted:
+        groups: Iterable[list[Weight]] = selection.converted.values()
+    else:
+        groups = (selection.kept, *selection.already.values(), *selection.respelled.values())
+    for weights in groups:
+        yield from weights
+
+
+def into_banks(jobs: list[Job], family: Family | None, experts: int | None) -> list[Job]:
+    """Send the experts that become unquantized into banks, where the family's engines want them so.
+
+    A bank is made of all experts of a layer or not at all.
+    """
+    if family is None or family.dense_bank is None:
+        return jobs
+    members = _MEMBERS[family.dense_bank]
+    layers: dict[str, dict[tuple[int, int], tuple[int, Job, int]]] = {}
+    for place, job in enumerate(jobs):
+        match = _EXPERT.fullmatch(job.weight.module) if job.kind.target.format == "dense" else None
+        if match is not None and match[3] in members:
+            leaf, half, halves = members[match[3]]
+            layers.setdefault(f"{match[1]}.{leaf}", {})[int(match[2]), half] = place, job, halves
+    for name, found in layers.items():
+        halves = next(iter(found.values()))[2]
+        count = len(found) // halves
+        shapes = {job.weight.shape for _, job, _ in found.values()}
+        complete = found.keys() == {(expert, half) for expert in range(count) for half in range(halves)}
+        if not complete or len(shapes) > 1 or experts not in (None, count):
+            continue
+        rows, columns = shapes.pop()
+        shape = count, columns, rows * halves
+        for (expert, half), (place, job, _) in found.items():
+            first = expert * shape[1] * shape[2] + half * rows
+            jobs[place] = job._replace(into=Into(name, shape, first))
+    return jobs

@@ -1,0 +1,340 @@
+"""Checkpoints that keep all experts of a layer in one tensor, with their models' real names, written from the facts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import requant
+from parity.checkpoints import Source, read, write
+from stored_values import array, stored
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Arrays = dict[str, NDArray[Any]]
+
+BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+EXPERTS, HIDDEN, INNER = 4, 128, 192
+SHARD = "model.safetensors"
+
+
+def normal(seed: int, *shape: int) -> NDArray[Any]:
+    return np.random.default_rng(seed).normal(0, 0.02, shape).astype(BF16)
+
+
+def write_one(folder: Path, tensors: Arrays, config: dict[str, Any]) -> Path:
+    return write(Source({SHARD: tensors}, config), folder)
+
+
+def qwen(folder: Path) -> tuple[Path, Arrays, str]:
+    """Qwen3.5 MoE: [E, 2I, H] and [E, H, I], without a suffix; returns the experts' weights one by one."""
+    layer = "model.language_model.layers.0"
+    gate_up, down = normal(1, EXPERTS, 2 * INNER, HIDDEN), normal(2, EXPERTS, HIDDEN, INNER)
+    tensors = {
+        f"{layer}.mlp.experts.gate_up_proj": gate_up,
+        f"{layer}.mlp.experts.down_proj": down,
+        f"{layer}.mlp.gate.weight": normal(3, EXPERTS, HIDDEN),
+        f"{layer}.mlp.shared_expert.gate_proj.weight": normal(4, INNER, HIDDEN),
+        f"{layer}.mlp.shared_expert.up_proj.weight": normal(5, INNER, HIDDEN),
+        f"{layer}.mlp.shared_expert_gate.weight": normal(6, 1, HIDDEN),
+        f"{layer}.linear_attn.conv1d.weight": normal(7, HIDDEN, 1, 4),
+        f"{layer}.linear_attn.A_log": np.arange(16, dtype=np.float32),
+        "mtp.layers.0.mlp.experts.gate_up_proj": gate_up,
+        "mtp.layers.0.mlp.experts.down_proj": down,
+    }
+    config = {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "hidden_size": HIDDEN,
+            "moe_intermediate_size": INNER,
+            "shared_expert_intermediate_size": INNER,
+            "num_experts": EXPERTS,
+        },
+    }
+    experts: Arrays = {}
+    for parent in (f"{layer}.mlp.experts", "mtp.layers.0.mlp.experts"):
+        for e in range(EXPERTS):
+            experts[f"{parent}.{e}.gate_proj"] = gate_up[e, :INNER]
+            experts[f"{parent}.{e}.up_proj"] = gate_up[e, INNER:]
+            experts[f"{parent}.{e}.down_proj"] = down[e]
+    return write_one(folder, tensors, config), experts, layer
+
+
+def llama(folder: Path) -> tuple[Path, Arrays, str]:
+    """Llama-4: [E, H, 2I] and [E, I, H], both [in, out]."""
+    layer = "language_model.model.layers.0"
+    gate_up, down = normal(1, EXPERTS, HIDDEN, 2 * INNER), normal(2, EXPERTS, INNER, HIDDEN)
+    tensors = {
+        f"{layer}.feed_forward.experts.gate_up_proj": gate_up,
+        f"{layer}.feed_forward.experts.down_proj": down,
+        f"{layer}.feed_forward.router.weight": normal(3, EXPERTS, HIDDEN),
+        f"{layer}.feed_forward.shared_expert.gate_proj.weight": normal(4, INNER, HIDDEN),
+        f"{layer}.feed_forward.shared_expert.up_proj.weight": normal(5, INNER, HIDDEN),
+        f"{layer}.self_attn.q_proj.weight": normal(6, HIDDEN, HIDDEN),
+    }
+    config = {
+        "model_type": "llama4",
+        "text_config": {
+            "model_type": "llama4_text",
+            "hidden_size": HIDDEN,
+            "intermediate_size": INNER,
+            "intermediate_size_mlp": 2 * INNER,
+            "num_local_experts": EXPERTS,
+        },
+    }
+    experts: Arrays = {}
+    for e in range(EXPERTS):
+        experts[f"{layer}.feed_forward.experts.{e}.gate_proj"] = gate_up[e, :, :INNER].T
+        experts[f"{layer}.feed_forward.experts.{e}.up_proj"] = gate_up[e, :, INNER:].T
+        experts[f"{layer}.feed_forward.experts.{e}.down_proj"] = down[e].T
+    return write_one(folder, tensors, config), experts, layer
+
+
+def step(folder: Path, *, quantized: bool = False) -> tuple[Path, Arrays, str]:
+    """Step-3.5: [E, out, in] under moe; 3.7-FP8 has blocks of 128 with a 3-D weight_scale_inv."""
+    layer, rng = "model.layers.3", np.random.default_rng(5)
+    tensors: Arrays = {
+        f"{layer}.moe.gate.weight": normal(3, EXPERTS, HIDDEN),
+        f"{layer}.moe.router_bias": np.arange(EXPERTS, dtype=np.float32),
+        f"{layer}.share_expert.gate_proj.weight": normal(4, INNER, HIDDEN),
+        f"{layer}.share_expert.up_proj.weight": normal(5, INNER, HIDDEN),
+    }
+    experts: Arrays = {}
+    for number, (leaf, rows, columns) in enumerate(
+        [("gate_proj", INNER, HIDDEN), ("up_proj", INNER, HIDDEN), ("down_proj", HIDDEN, INNER)]
+    ):
+        weight: NDArray[Any] = normal(10 + number, EXPERTS, rows, columns)
+        values = weight
+        if quantized:
+            weight = (weight.astype(np.float32) * 3000).astype(F8)
+            scales = rng.uniform(1e-4, 2e-4, (EXPERTS, -(-rows // 128), -(-columns // 128))).astype(np.float32)
+            tensors[f"{layer}.moe.{leaf}.weight_scale_inv"] = scales
+            spread = scales.repeat(128, 1).repeat(128, 2)[:, :rows, :columns]
+            values = (weight.astype(np.float64) * spread.astype(np.float64)).astype(BF16)
+        tensors[f"{layer}.moe.{leaf}.weight"] = weight
+        experts |= {f"{layer}.moe.experts.{e}.{leaf}": values[e] for e in range(EXPERTS)}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config = {
+        "model_type": "step3p5",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * INNER,
+        "moe_intermediate_size": INNER,
+        "moe_num_experts": EXPERTS,
+        **({"quantization_config": quantization} if quantized else {}),
+    }
+    return write_one(folder, tensors, config), experts, layer
+
+
+def gpt_oss(folder: Path) -> tuple[Path, Arrays, str]:
+    """gpt-oss: MXFP4 blocks [E, out, in/32, 16] with gate and up rows in turn; returns HF's banks in BF16."""
+    layer, rng = "model.layers.0", np.random.default_rng(7)
+    tensors: Arrays = {
+        f"{layer}.mlp.router.weight": normal(3, EXPERTS, HIDDEN),
+        f"{layer}.mlp.router.bias": normal(4, EXPERTS),
+        f"{layer}.self_attn.q_proj.weight": normal(5, HIDDEN, HIDDEN),
+        f"{layer}.self_attn.q_proj.bias": normal(6, HIDDEN),
+        f"{layer}.self_attn.sinks": normal(7, 8),
+    }
+    banks: Arrays = {}
+    for leaf, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        blocks = rng.integers(0, 256, (EXPERTS, rows, columns // 32, 16), np.uint8)
+        scales = rng.integers(115, 125, (EXPERTS, rows, columns // 32), np.uint8)
+        tensors[f"{layer}.mlp.experts.{leaf}_blocks"] = blocks
+        tensors[f"{layer}.mlp.experts.{leaf}_scales"] = scales
+        tensors[f"{layer}.mlp.experts.{leaf}_bias"] = normal(8, EXPERTS, rows)
+        nibbles = np.stack([blocks & 15, blocks >> 4], -1).reshape(EXPERTS, rows, columns // 32, 32)
+        values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        values *= 2.0 ** (scales.astype(np.float64)[..., None] - 127)
+        banks[f"{layer}.mlp.experts.{leaf}"] = values.reshape(EXPERTS, rows, columns).transpose(0, 2, 1)
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_local_experts": EXPERTS,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    }
+    return write_one(folder, tensors, config), banks, layer
+
+
+def assert_others_kept(source: Path, output: Path) -> None:
+    """Everything that is not a part of a converted weight has its bytes."""
+    before, after = read(source), read(output)
+    converted = {name.rpartition(".")[0] for name, tensor in after.items() if before.get(name) != tensor}
+    for name, tensor in before.items():
+        if ".experts." in name or ".moe." in name or name.rpartition(".")[0] in converted:
+            continue
+        assert after[name] == tensor, name
+
+
+@pytest.mark.parametrize("make", [qwen, llama, step])
+@pytest.mark.parametrize(("scheme", "decibels"), [("FP8_BLOCK", 30.0), ("NVFP4", 17.0), ("W4A16_G32", 19.0)])
+def test_experts_become_weights_of_their_own(tmp_path: Path, make: Any, scheme: str, decibels: float) -> None:
+    source, experts, _ = make(tmp_path / "source")
+    result = requant.convert(source, tmp_path / "out", scheme)
+    values = stored(tmp_path / "out")
+    for module, weight in experts.items():
+        exact = weight.astype(np.float64)
+        noise = np.sum((values[module] - exact) ** 2)
+        assert 10 * np.log10(np.sum(exact**2) / noise) > decibels, module
+    assert result.to_json()["converted"][scheme] >= len(experts)
+    assert not any("gate_up_proj" in name for name in read(tmp_path / "out"))
+    assert_others_kept(source, tmp_path / "out")
+    assert requant.verify(tmp_path / "out", "data").ok
+    assert requant.compare(source, tmp_path / "out").unmatched == 0
+
+
+@pytest.mark.parametrize("make", [qwen, llama, step, gpt_oss])
+def test_what_a_bank_holds_is_shown_by_expert(tmp_path: Path, make: Any) -> None:
+    source, experts, _ = make(tmp_path / "source")
+    found = requant.inspect(source).to_json()
+    count = len(experts) if make is not gpt_oss else 2 * EXPERTS
+    assert found["classes"]["expert"]["weights"] - (2 if make is gpt_oss else 0) == count
+    assert set(found["classes"]["expert"]["formats"]) == ({"mxfp4", "BF16"} if make is gpt_oss else {"BF16"})
+
+
+def test_fp8_banks_are_decoded_and_respelled(tmp_path: Path) -> None:
+    source, experts, _ = step(tmp_path / "source", quantized=True)
+    requant.convert(source, tmp_path / "bf16", "BF16")
+    values = stored(tmp_path / "bf16")
+    for module, weight in experts.items():
+        np.testing.assert_array_equal(values[module], weight.astype(np.float64), module)
+    requant.convert(source, tmp_path / "block", "FP8_BLOCK", ignore=["re:.*share_expert.*"])
+    distance = requant.compare(source, tmp_path / "block")
+    assert (distance.total.differing, distance.unmatched) == (0, 0)
+    before, after = read(source), read(tmp_path / "block")
+    codes = array(before["model.layers.3.moe.up_proj.weight"])
+    scales = array(before["model.layers.3.moe.up_proj.weight_scale_inv"])
+    np.testing.assert_array_equal(
+        array(after["model.layers.3.moe.experts.2.up_proj.weight"]).view(np.uint8), codes[2].view(np.uint8)
+    )
+    np.testing.assert_array_equal(array(after["model.layers.3.moe.experts.2.up_proj.weight_scale"]), scales[2])
+
+
+@pytest.mark.parametrize("make", [qwen, llama, step])
+def test_a_bank_in_which_nothing_changes_is_copied(tmp_path: Path, make: Any) -> None:
+    source, _, _ = make(tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "FP8_DYNAMIC", ignore=[r"re:.*\.experts\..*"])
+    before, after = read(source), read(tmp_path / "out")
+    banks = [name for name, tensor in before.items() if len(tensor.shape) == 3]
+    assert banks and all(after[name] == before[name] for name in banks)
+
+
+def test_experts_that_stay_are_copied_one_by_one(tmp_path: Path) -> None:
+    source, experts, layer = qwen(tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "FP8_DYNAMIC", ignore=[r"re:.*experts\.1\."])
+    after = read(tmp_path / "out")
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        module = f"{layer}.mlp.experts.1.{leaf}"
+        np.testing.assert_array_equal(array(after[f"{module}.weight"]), experts[module])
+        assert f"{module}.weight_scale" not in after
+
+
+def test_transposed_experts_go_all_or_none(tmp_path: Path) -> None:
+    source, _, _ = llama(tmp_path / "source")
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(source, tmp_path / "out", "FP8_DYNAMIC", ignore=[r"re:.*experts\.1\."])
+    assert {problem.code for problem in caught.value.problems} == {"fused-split"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_unquantized_llama_experts_lie_in_banks_again(tmp_path: Path) -> None:
+    source, _, layer = llama(tmp_path / "source")
+    requant.convert(source, tmp_path / "fp8", "FP8_DYNAMIC")
+    requant.convert(tmp_path / "fp8", tmp_path / "out", "BF16")
+    before, after = read(source), read(tmp_path / "out")
+    assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
+    fp8 = stored(tmp_path / "fp8")
+    bank = array(after[f"{layer}.feed_forward.experts.gate_up_proj"])
+    for e in range(EXPERTS):
+        gate = fp8[f"{layer}.feed_forward.experts.{e}.gate_proj"].astype(BF16)
+        up = fp8[f"{layer}.feed_forward.experts.{e}.up_proj"].astype(BF16)
+        np.testing.assert_array_equal(bank[e], np.concatenate([gate, up]).T)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert requant.compare(tmp_path / "fp8", tmp_path / "out").unmatched == 0
+
+
+@pytest.mark.parametrize("scheme", ["BF16", "FP8_BLOCK", "NVFP4"])
+def test_gpt_oss_is_decoded_into_the_banks_of_its_model(tmp_path: Path, scheme: str) -> None:
+    source, banks, _ = gpt_oss(tmp_path / "source")
+    result = requant.convert(source, tmp_path / "out", scheme, exact="required").to_json()
+    before, after = read(source), read(tmp_path / "out")
+    for name, values in banks.items():
+        assert after[name].dtype == "BF16"
+        np.testing.assert_array_equal(array(after[name]).astype(np.float64), values)
+        assert after[f"{name}_bias"] == before[f"{name}_bias"]
+        assert f"{name}_blocks" not in after and f"{name}_scales" not in after
+    assert result["converted"]["BF16"] == 2 * EXPERTS
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if scheme == "BF16":
+        assert "quantization_config" not in config
+    else:
+        assert any("decoded" in note for note in result["notes"])
+        assert any("experts" in pattern for pattern in config["quantization_config"]["ignore"])
+    assert requant.verify(tmp_path / "out", "data").ok
+
+
+def test_gpt_oss_experts_can_be_kept(tmp_path: Path) -> None:
+    source, _, _ = gpt_oss(tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "FP8_BLOCK", ignore=["re:.*experts.*"])
+    before, after = read(source), read(tmp_path / "out")
+    kept = [name for name in before if ".experts." in name]
+    assert kept and all(after[name] == before[name] for name in kept)
+
+
+def test_a_layout_that_the_sizes_leave_open_is_refused(tmp_path: Path) -> None:
+    bank = normal(1, EXPERTS, 2 * HIDDEN, 2 * HIDDEN)
+    config = {"model_type": "qwen3_5_moe", "hidden_size": 2 * HIDDEN, "moe_intermediate_size": HIDDEN}
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    folder = write_one(tmp_path / "square", {name: bank, "model.layers.0.a.weight": normal(2, 128, 128)}, config)
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+    [problem] = caught.value.problems
+    assert (problem.code, problem.module) == ("unknown-format", name)
+    assert "both" in problem.message
+    requant.convert(folder, tmp_path / "out", "FP8_BLOCK", ignore=[name])
+    assert read(tmp_path / "out")[name] == read(folder)[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"hidden_size": 96}, "neither"), ({"hidden_size": None}, "no sizes"), ({"num_experts": 8}, "numbers of experts")],
+)
+def test_a_bank_at_odds_with_the_config_is_refused(tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS} | change
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    bank = {name: normal(1, EXPERTS, 2 * INNER, HIDDEN)}
+    folder = write_one(tmp_path / "odd", bank, {"model_type": "qwen3_5_moe", **sizes})
+    with pytest.raises(requant.CheckpointError, match=word):
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+
+
+def test_gate_and_up_of_an_unknown_model_are_not_guessed(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    config = {"model_type": "new", "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS}
+    folder = write_one(tmp_path / "new", {name: normal(1, EXPERTS, 2 * INNER, HIDDEN)}, config)
+    with pytest.raises(requant.CheckpointError, match="--family"):
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+    requant.convert(folder, tmp_path / "out", "FP8_BLOCK", family="generic")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in read(tmp_path / "out")
+
+
+def test_parts_of_banks_that_miss_each_other(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    blocks = np.zeros((EXPERTS, HIDDEN, INNER // 32, 16), np.uint8)
+    config = {"model_type": "gpt_oss", "hidden_size": HIDDEN, "intermediate_size": INNER}
+    lone = write_one(tmp_path / "lone", {f"{name}_blocks": blocks}, config)
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(lone, tmp_path / "out", "BF16")
+    assert ("missing-part", name) in {(problem.code, problem.module) for problem in caught.value.problems}
+    stray = write_one(tmp_path / "stray", {f"{name}_scales": blocks[..., 0]}, config)
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(stray, tmp_path / "out", "BF16")
+    assert ("orphan-part", name) in {(problem.code, problem.module) for problem in caught.value.problems}
