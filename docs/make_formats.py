@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from requant.dialects import DIALECTS, Dialect
+from requant.dialects import DIALECTS, OUTPUT_DIALECTS, Dialect
 from requant.formats import EXACT_ROUTES, FORMATS, TO_DENSE, Format, Part, format_named
 from requant.formats.exact import lossless
 from requant.plan.config_modelopt import modelopt_config
@@ -59,14 +59,14 @@ def document() -> str:
             "dialect's config calls it; in brackets what is stored beside each weight for its activations.",
             "",
             *table(
-                ("scheme", "format", "weights", "activations", *DIALECTS),
+                ("scheme", "format", "weights", "activations", *OUTPUT_DIALECTS),
                 (
                     (
                         f"`{scheme.name}`",
                         f"`{scheme.format}`",
                         arguments(scheme.weights),
                         arguments(scheme.input_activations),
-                        *(config_words(scheme, dialect) for dialect in DIALECTS.values()),
+                        *(config_words(scheme, dialect) for dialect in OUTPUT_DIALECTS.values()),
                     )
                     for scheme in SCHEMES.values()
                 ),
@@ -74,7 +74,8 @@ def document() -> str:
             "",
             "## Parts",
             "",
-            f"What is stored of a BF16 weight {list(SHAPE)}, and under which suffix.",
+            f"What is stored of a BF16 weight {list(SHAPE)}, and under which suffix. Dialects that are not named",
+            "above are read and not written.",
             "",
             *table(
                 ("format", "dialect", "parts"),

@@ -23,6 +23,7 @@ DTYPES = {
     "F16": np.float16,
     "F32": np.float32,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "U8": np.uint8,
     "I8": np.int8,
     "I32": np.uint32,
@@ -40,7 +41,7 @@ def values(tensors: Mapping[str, Stored]) -> dict[str, Values]:
     return {
         module: _weight({suffix: array(tensor) for suffix, tensor in parts.items()})
         for module, parts in modules.items()
-        if any(len(tensor.shape) == 2 for tensor in parts.values())
+        if any(len(parts[suffix].shape) == 2 for suffix in ("weight", "weight_packed") if suffix in parts)
     }
 
 
@@ -61,14 +62,16 @@ def spread(scales: NDArray[Any], shape: tuple[int, int]) -> Values:
 
 def _weight(parts: Mapping[str, NDArray[Any]]) -> Values:
     payload = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    scales = next((parts[suffix] for suffix in ("weight_scale", "weight_scale_inv") if suffix in parts), None)
+    suffixes = ("weight_scale", "weight_scale_inv", "scale")
+    scales = next((parts[suffix] for suffix in suffixes if suffix in parts), None)
     if scales is None:
         return payload.astype(np.float64)
     if scales.dtype == np.uint8:
         scales = 2.0 ** (scales.astype(np.float64) - 127)
     if payload.dtype == np.uint32:
         codes = _integers(payload, scales, parts)
-    elif payload.dtype == np.uint8:
+    elif payload.dtype == np.uint8 or (payload.dtype == np.int8 and scales.shape[1] * 16 == payload.shape[1]):
+        payload = payload.view(np.uint8)
         nibbles = np.stack([payload & 15, payload >> 4], axis=-1).reshape(payload.shape[0], -1)
         codes = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     else:

@@ -15,7 +15,7 @@ import pytest
 import requant
 from parity.checkpoints import Source, write
 from parity.sources import CONFIG_NAMES, DTYPES
-from requant.dialects import DIALECTS
+from requant.dialects import OUTPUT_DIALECTS
 from requant.schemes import SCHEMES, can_write
 from stored_values import stored
 
@@ -30,7 +30,7 @@ SHAPE, PLACE = (140, 256), (133, 77)
 
 TARGETS = [
     (scheme.name, dialect.name)
-    for dialect in DIALECTS.values()
+    for dialect in OUTPUT_DIALECTS.values()
     for scheme in SCHEMES.values()
     if scheme.name != "BF16" and can_write(dialect, scheme)
 ]

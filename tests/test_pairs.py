@@ -14,7 +14,7 @@ import pytest
 
 import requant
 from parity.checkpoints import Source, write
-from requant.dialects import DIALECTS
+from requant.dialects import OUTPUT_DIALECTS
 from requant.formats import EXACT_ROUTES, TO_DENSE
 from requant.schemes import SCHEMES, can_write, scheme_named
 from stored_values import largest, stored
@@ -57,7 +57,7 @@ SOURCES = {
 
 TARGETS = [
     (scheme.name, dialect.name)
-    for dialect in DIALECTS.values()
+    for dialect in OUTPUT_DIALECTS.values()
     for scheme in {(s.format, s.stores_input_scale): s for s in (*SCHEMES.values(), scheme_named("W8A16_G32"))}.values()
     if can_write(dialect, scheme)
 ]

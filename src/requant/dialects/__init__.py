@@ -7,12 +7,19 @@ from types import MappingProxyType
 
 from requant.dialects.base import Dialect, InputScale, Spelling
 from requant.dialects.compressed_tensors import COMPRESSED_TENSORS
+from requant.dialects.deepseek_v4 import DEEPSEEK_V4
 from requant.dialects.fp8 import FP8
+from requant.dialects.minimax import MINIMAX
 from requant.dialects.modelopt import MODELOPT
 
-DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+OUTPUT_DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {dialect.name: dialect for dialect in (COMPRESSED_TENSORS, FP8, MODELOPT)}
 )
-"""Name → dialect, in the order in which a weight is tried against them."""
+"""Name → dialect that requant writes."""
 
-__all__ = ["DIALECTS", "Dialect", "InputScale", "Spelling"]
+DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+    {**OUTPUT_DIALECTS, **{dialect.name: dialect for dialect in (DEEPSEEK_V4, MINIMAX)}}
+)
+"""Name → dialect that requant reads, in the order in which a weight is tried against them."""
+
+__all__ = ["DIALECTS", "OUTPUT_DIALECTS", "Dialect", "InputScale", "Spelling"]

@@ -64,6 +64,9 @@ class Weight(NamedTuple):
     bank: Bank | None = None
 
 
+PLAIN_SCALE = "scale"
+"""A suffix that a weight's scale may have, and many a vector that is none."""
+
 _CODES = ("U8", "F8_E4M3", "F8_E5M2")
 """Dtypes of weights that mean nothing without a scale."""
 
@@ -86,6 +89,14 @@ class _Found(NamedTuple):
     dtype: str
     order: tuple[int, ...]
     inputs: tuple[int, ...]
+
+
+def stray_scale(parts: Sequence[TensorRef]) -> TensorRef | None:
+    """Return the part called `PLAIN_SCALE` if it lies beside no codes and is a tensor of its own, not an exponent."""
+    scale = next((part for part in parts if part.name.endswith(f".{PLAIN_SCALE}")), None)
+    if scale is None or scale.dtype == "F8_E8M0" or any(part.dtype in (*_CODES, "I8") for part in parts):
+        return None
+    return scale
 
 
 class Recogniser:
@@ -202,11 +213,26 @@ def _unknown(module: str, tensors: Sequence[TensorRef]) -> Weight | Problem:
 
 def _missing_part(parts: Mapping[str, TensorRef], payload: TensorRef) -> str:
     """Return the part that what is there calls for and that is not there; "" if none is known."""
-    if len(parts) == 1 and ("weight_packed" in parts or payload.dtype in _CODES):
-        return "weight_scale"
-    if "weight_packed" in parts and "weight_scale" in parts:
-        if payload.dtype == "U8" and parts["weight_scale"].dtype == "F8_E4M3" and "weight_global_scale" not in parts:
-            return "weight_global_scale"
-        if payload.dtype == "I32" and "weight_shape" not in parts and "weight_g_idx" not in parts:
-            return "weight_shape"
-    return ""
+    if len(parts) == 1:
+        return "weight_scale" if "weight_packed" in parts or payload.dtype in _CODES else ""
+    missing: list[set[str]] = []
+    for dialect in DIALECTS.values():
+        for name, spelling in dialect.spellings.items():
+            suffixes = {spelled.suffix for spelled in spelling}
+            beside = {dialect.input_scales[name].suffix} if name in dialect.input_scales else set()
+            if parts.keys() <= suffixes | beside and _has_dtypes(name, spelling, parts):
+                missing.append(suffixes - parts.keys())
+    if set() in missing:
+        return ""  # all parts of a format: it is the shapes that are wrong
+    return next((one for gone in missing for one in gone if len(gone) == 1), "")
+
+
+def _has_dtypes(name: str, spelling: Sequence[Spelling], parts: Mapping[str, TensorRef]) -> bool:
+    """Tell whether the parts that are there have dtypes that the spelling of a format allows."""
+    format_ = FORMATS.get(name) or PackedInt(4, 32, symmetric=name == "int")
+    for part, spelled in zip(format_.parts((128, 128), DEFAULT_DTYPE), spelling, strict=True):
+        if spelled.suffix in parts:
+            allowed = (part.dtype, part.spells, *spelled.dtypes)
+            if parts[spelled.suffix].dtype not in (*allowed, *(FLOAT_DTYPES if part.dtype in FLOAT_DTYPES else ())):
+                return False
+    return True

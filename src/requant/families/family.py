@@ -16,7 +16,7 @@ Members = tuple[str, ...]
 Bank = Literal["halves", "interleaved"]
 """How gate and up lie in a tensor that holds both: one after the other, or in turn, row by row."""
 
-_KEYS = "model_types, fused and dense_bank"
+_KEYS = ("model_types", "fused", "dense_bank", "expert_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,15 @@ class Family:
 
     Of a group, any members may be missing. The first group that finds two of its members at a parent has them.
     ``dense_bank`` is set where engines want unquantized experts as banks ``[experts, in, out]``, all of a layer in
-    one tensor; where gate and up are interleaved there, no engine takes the experts apart.
+    one tensor; where gate and up are interleaved there, no engine takes the experts apart. ``expert_dtype``: whether
+    engines read a setting of that name in config.json, fp4 or fp8, and guess where it is missing.
     """
 
     name: str
     model_types: tuple[str, ...]
     fused: tuple[Members, ...]
     dense_bank: Bank | None = None
+    expert_dtype: bool = False
 
 
 @cache
@@ -81,18 +83,18 @@ def parse_family(file: str, text: str) -> Family:
     except yaml.YAMLError as error:  # a character that YAML does not allow has no line
         raise _malformed(file, 0, " ".join(str(error).split())) from None
     if not isinstance(top, yaml.MappingNode):
-        raise _malformed(file, 1, f"it is no mapping with the keys {_KEYS}")
+        raise _malformed(file, 1, f"it is no mapping with the keys {', '.join(_KEYS)}")
     found: dict[str, Any] = {}
     for key, value in top.value:
-        if key.value not in ("model_types", "fused", "dense_bank"):
-            raise _malformed(file, key.start_mark.line + 1, f"its keys are {_KEYS}, not {key.value!r}")
+        if key.value not in _KEYS:
+            raise _malformed(file, key.start_mark.line + 1, f"its keys are {', '.join(_KEYS)}, not {key.value!r}")
         if key.value in found:
             raise _malformed(file, key.start_mark.line + 1, f"{key.value} is there twice")
         found[key.value] = value
     types = _names(file, found["model_types"]) if "model_types" in found else ()
     fused = tuple(_group(file, node) for node in _items(file, found["fused"])) if "fused" in found else ()
     bank = _bank(file, found["dense_bank"]) if "dense_bank" in found else None
-    return Family(Path(file).stem, types, fused, bank)
+    return Family(Path(file).stem, types, fused, bank, _flag(file, found.get("expert_dtype")))
 
 
 def fused_groups(modules: Iterable[str], family: Family) -> dict[str, str]:
@@ -133,6 +135,14 @@ def _bank(file: str, node: Any) -> Bank:
         if node.value == bank:
             return bank  # type: ignore[no-any-return]
     raise _malformed(file, node.start_mark.line + 1, f"dense_bank is one of {', '.join(get_args(Bank))}")
+
+
+def _flag(file: str, node: Any) -> bool:
+    if node is None or node.tag != "tag:yaml.org,2002:bool":
+        if node is not None:
+            raise _malformed(file, node.start_mark.line + 1, "expert_dtype is true or false")
+        return False
+    return bool(node.value.lower() in ("true", "yes", "on"))
 
 
 def _names(file: str, node: Any) -> Members:

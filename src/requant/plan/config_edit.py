@@ -1,4 +1,4 @@
-"""Put a new ``quantization_config`` into the text of a config.json and leave every other byte as it was.
+"""Put a new ``quantization_config``, and other settings, into a config.json and leave every other byte as it was.
 
 Only the spans of the old values are found and replaced, so that number spellings, escapes, key order,
 indentation, line ends and a byte order mark survive; what is written follows the style around it.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from requant.checkpoint.strict_json import load_object
@@ -20,15 +22,30 @@ _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def edit_config(raw: bytes, quantization_config: dict[str, Any] | None) -> bytes:
+def edit_config(
+    raw: bytes, quantization_config: dict[str, Any] | None, settings: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     """Return config.json with ``quantization_config`` at its top level and wherever one is one level down.
 
     One level down is ``text_config`` and its like; all get the same value. A missing top-level key is added
-    at the end. None takes the key away, wherever it is. Raises CheckpointError (``header-invalid``) unless ``raw``
-    is one JSON object in UTF-8 in which no object has a key twice.
+    at the end. None takes the key away, wherever it is. ``settings`` are set at the top level only. Raises
+    CheckpointError (``header-invalid``) unless ``raw`` is one JSON object in UTF-8 in which no object has a key twice.
     """
     mark = codecs.BOM_UTF8 if raw.startswith(codecs.BOM_UTF8) else b""
     text = _checked(raw.removeprefix(mark))
+    for key, value in settings.items():
+        text = _with_setting(text, key, value)
+    return mark + _with_quantization(text, quantization_config).encode()
+
+
+def _with_setting(text: str, key: str, value: str) -> str:
+    top = _object_at(text, _skip_space(text, 0))
+    found = next((member for member in top.members if member.key == key), None)
+    edit = _added(text, top, key, value) if found is None else _Edit(found.start, found.end, json.dumps(value))
+    return text[: edit.start] + edit.new + text[edit.end :]
+
+
+def _with_quantization(text: str, quantization_config: dict[str, Any] | None) -> str:
     top = _object_at(text, _skip_space(text, 0))
     nested = [
         _object_at(text, member.start) for member in top.members if member.key != KEY and text[member.start] == "{"
@@ -42,10 +59,10 @@ def edit_config(raw: bytes, quantization_config: dict[str, Any] | None) -> bytes
         if member.key == KEY
     ]
     if quantization_config is not None and all(member.key != KEY for member in top.members):
-        edits.append(_added(text, top, quantization_config))
+        edits.append(_added(text, top, KEY, quantization_config))
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
-    return mark + text.encode()
+    return text
 
 
 class _Edit(NamedTuple):
@@ -81,7 +98,7 @@ class _Style(NamedTuple):
     colon: str
     outer_indent: str
 
-    def render(self, value: dict[str, Any]) -> str:
+    def render(self, value: dict[str, Any] | str) -> str:
         """Return ``value`` as JSON (ASCII), set as this style's siblings are."""
         newline, indent = _last_line(self.before_key)
         if not newline:
@@ -103,16 +120,16 @@ def _removed(parent: _Object, member: _Member) -> _Edit:
     return _Edit(parent.members[place - 1].end if place else member.key_start, member.end, "")
 
 
-def _added(text: str, parent: _Object, value: dict[str, Any]) -> _Edit:
-    """Add the key after the last member."""
+def _added(text: str, parent: _Object, key: str, value: dict[str, Any] | str) -> _Edit:
+    """Add a key after the last member."""
     if not parent.members:
-        return _Edit(parent.start + 1, parent.start + 1, json.dumps({KEY: value})[1:-1])
+        return _Edit(parent.start + 1, parent.start + 1, json.dumps({key: value})[1:-1])
     last = parent.members[-1]
     style = _style(text, parent, last)
     before_key = style.before_key
     if len(parent.members) == 1 and not before_key and style.colon.endswith(" "):
         before_key = " "
-    return _Edit(last.end, last.end, f',{before_key}"{KEY}"{style.colon}{style.render(value)}')
+    return _Edit(last.end, last.end, f',{before_key}"{key}"{style.colon}{style.render(value)}')
 
 
 def _style(text: str, parent: _Object, member: _Member) -> _Style:

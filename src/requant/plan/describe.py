@@ -13,6 +13,7 @@ from requant.dialects.compressed_tensors import Group
 from requant.dialects.recognise import Weight
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
+from requant.families.family import Family
 from requant.plan.config import synthesize
 from requant.plan.config_fp8 import fp8_config
 from requant.plan.config_modelopt import hf_quant_config, modelopt_config
@@ -20,34 +21,54 @@ from requant.plan.select import Selection
 from requant.plan.source_config import SourceConfig
 from requant.schemes import scheme_of
 
+_ROUTED = ".experts."
+_FOUR_BITS = frozenset({"mxfp4", "nvfp4", "nvfp4-scale2"})
+
 TIED_HEAD = "lm_head"
 """The output head that engines build for every model; tied to the embeddings, it has no tensor on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the output says of itself: its quantization_config (None: nothing is quantized), and ``files`` beside it."""
+    """What the output says of itself: its quantization_config (None: nothing is quantized), and ``files`` beside it.
+
+    ``settings`` are other keys of config.json.
+    """
 
     quantization_config: dict[str, Any] | None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def describe(selection: Selection, dialect: Dialect, source: SourceConfig) -> Description:
+def describe(selection: Selection, dialect: Dialect, source: SourceConfig, family: Family | None) -> Description:
     """Describe the output in the words of ``dialect``.
 
     A kept weight that is quantized keeps its source's activation settings; one of a format unknown here keeps
     the group that the source's config gives it, without which it cannot be described (CheckpointError).
     """
     groups = _groups(selection, source)
+    settings = {"expert_dtype": _expert_dtype(selection)} if family is not None and family.expert_dtype else {}
     if not any(groups.values()):
-        return Description(None)
+        return Description(None, settings=settings)
     if dialect.name == "fp8":
-        return Description(fp8_config(groups))
+        return Description(fp8_config(groups), settings=settings)
     if dialect.name == "modelopt":
         config = modelopt_config(groups)
         beside = {"hf_quant_config.json": json.dumps(hf_quant_config(config), indent=2).encode() + b"\n"}
-        return Description(config, beside)
-    return Description(synthesize(groups))
+        return Description(config, beside, settings)
+    return Description(synthesize(groups), settings=settings)
+
+
+def _expert_dtype(selection: Selection) -> str:
+    """Return what DeepSeek-V4 calls the format of the routed experts: vLLM takes fp4 for granted where it is not told.
+
+    It has two values. Experts that are not quantized go with fp8: under fp4 the scales of all other weights are
+    expected as E8M0.
+    """
+    lying = ((target.format, weights) for target, weights in selection.under_schemes())
+    formats = {name for name, weights in lying if any(_ROUTED in weight.module for weight in weights)}
+    formats |= {weight.format for weight in selection.kept if _ROUTED in weight.module}
+    return "fp4" if formats & _FOUR_BITS else "fp8"
 
 
 def _groups(selection: Selection, source: SourceConfig) -> dict[str, Group | None]:

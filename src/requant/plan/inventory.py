@@ -10,7 +10,7 @@ import numpy as np
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
 from requant.dialects.banks import Banks, ExpertFacts
-from requant.dialects.recognise import PART_SUFFIXES, Recogniser, Weight
+from requant.dialects.recognise import PART_SUFFIXES, PLAIN_SCALE, Recogniser, Weight, stray_scale
 from requant.errors import Problem
 from requant.families.family import Family, family_of
 from requant.plan.source_config import SourceConfig
@@ -35,6 +35,7 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
     """
     modules: dict[str, tuple[TensorRef, ...]] = {}
     others: list[TensorRef] = []
+    scaled: list[str] = []
     banks = Banks()
     for shard in checkpoint.shards:
         for tensor in shard.tensors:
@@ -43,8 +44,17 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
             module, _, suffix = tensor.name.rpartition(".")
             if suffix in PART_SUFFIXES and module:
                 modules[module] = (*modules.get(module, ()), tensor)
+                if suffix == PLAIN_SCALE:
+                    scaled.append(module)
             else:
                 others.append(tensor)
+    for module in scaled:
+        stray = stray_scale(modules[module])
+        if stray is not None:
+            others.append(stray)
+            modules[module] = tuple(part for part in modules[module] if part is not stray)
+            if not modules[module]:
+                del modules[module]
     weights: list[Weight] = []
     recognise = Recogniser(partial(_read_shape, checkpoint))
     problems: list[Problem] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
 from requant.checkpoint.sidefiles import SideFile, side_files
-from requant.dialects import DIALECTS
+from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.families.family import Family, family_of
@@ -107,7 +107,7 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     problems = inventory.problems + selection.problems + faults + split_groups(selection, family)
     notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
     notes += _unused_scale_rule(selection, recipe)
-    dialect = DIALECTS[recipe.dialect]
+    dialect = OUTPUT_DIALECTS[recipe.dialect]
     jobs = into_banks(make_jobs(selection, recipe, dialect, source.dtype, groups), family, source.experts)
     problems += must_round(jobs)
     renamed, unspoken = respelled_parts(selection, dialect, recipe.input_scale)
@@ -129,8 +129,8 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     try:
         sides = side_files(checkpoint.store)
         if not problems:
-            new = describe(selection, dialect, source)
-            files = {"config.json": edit_config(source.raw, new.quantization_config), **new.files}
+            new = describe(selection, dialect, source, family)
+            files = {"config.json": edit_config(source.raw, new.quantization_config, new.settings), **new.files}
     except CheckpointError as error:
         problems += error.problems
     kept = len(selection.kept) + sum(map(len, selection.already.values()))

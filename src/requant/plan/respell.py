@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from requant.checkpoint.header import TensorRef
-from requant.dialects import Dialect
+from requant.dialects import OUTPUT_DIALECTS, Dialect
 from requant.dialects.recognise import Weight
 from requant.errors import Problem
-from requant.formats import format_named
+from requant.formats import NUMPY_BITS, format_named
 from requant.plan.select import Selection
 from requant.recipe.input_scale import InputScaleSource
 
@@ -31,13 +31,26 @@ def respelled_parts(
     for weight in selection.kept:
         if weight.format in ("", "dense") or weight.dialect == dialect.name:
             continue
-        if dialect.spelling(weight.format) is None:
+        if not _has_names(dialect, weight):
             message = f"it stays {weight.format} of {weight.dialect}, for which {dialect.name} has no names"
-            remedy = f"convert it too, or write --dialect {weight.dialect}"
+            own = f", or write --dialect {weight.dialect}" if weight.dialect in OUTPUT_DIALECTS else ""
+            remedy = f"convert it too{own}"
             problems.append(Problem("unknown-format", message, weight.module, remedy))
         else:
             found.update(_renamed(weight, dialect))
     return found, problems
+
+
+def _has_names(dialect: Dialect, weight: Weight) -> bool:
+    """Tell whether a dialect has names for a weight as it is stored: not all of them have scales that are E8M0."""
+    spelling = dialect.spelling(weight.format)
+    if spelling is None:
+        return False
+    parts = format_named(weight.format).parts((weight.shape[0], weight.shape[1]), weight.dtype)
+    return all(
+        ref.dtype in (part.dtype, *spelled.dtypes) or NUMPY_BITS[ref.dtype] == NUMPY_BITS[part.dtype]
+        for ref, part, spelled in zip(weight.parts, parts, spelling, strict=True)
+    )
 
 
 def _renamed(weight: Weight, dialect: Dialect) -> dict[str, TensorRef | None]:
@@ -47,8 +60,10 @@ def _renamed(weight: Weight, dialect: Dialect) -> dict[str, TensorRef | None]:
     renamed: dict[str, TensorRef | None] = {}
     for ref, part, spelled in zip(weight.parts, parts, spelling, strict=True):
         name, shape = f"{weight.module}.{spelled.suffix}", spelled.shape(part.shape)
-        if (name, shape) != (ref.name, ref.shape):
-            renamed[ref.name] = ref._replace(name=name, shape=shape)
+        # Bits that go by several dtypes, such as E8M0 and U8, take the one that is read as what they are.
+        dtype = ref.dtype if ref.dtype in (part.dtype, *spelled.dtypes) else part.dtype
+        if (name, shape, dtype) != (ref.name, ref.shape, ref.dtype):
+            renamed[ref.name] = ref._replace(name=name, shape=shape, dtype=dtype)
     scale = dialect.input_scales.get(weight.format)
     if scale is None:
         return renamed

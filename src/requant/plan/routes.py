@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from requant.dialects import DIALECTS
+from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import DEFAULT_DTYPE, Weight
 from requant.formats import EXACT_ROUTES, NUMPY_BITS, TO_DENSE, ExactRoute, Format, ScaleRule, format_named
 from requant.recipe.recipe import Arithmetic, Exact, Recipe
@@ -64,7 +64,7 @@ def route_of(weight: Weight, target: str, exact: Exact, recipe: Recipe, dtype: s
     Under ``reference`` a quantized source is decoded to that dtype first, as LLM Compressor's dequantizer
     does; under ``float32`` it is not rounded on the way, and the scales stay F32.
     """
-    dialect = DIALECTS[recipe.dialect]
+    dialect = OUTPUT_DIALECTS[recipe.dialect]
     arithmetic: Arithmetic = "float32" if target in dialect.float32 else recipe.arithmetic
     through = weight.dtype if weight.format == "dense" else ("F32" if recipe.arithmetic == "float32" else dtype)
     settings = recipe.scale, dialect.scale_dtype, exact

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from requant.dialects import DIALECTS
+from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import Problem
 from requant.families.roles import Templates, role_of
@@ -101,7 +101,7 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
 
 def _targets(recipe: Recipe) -> dict[int, Target]:
     """Return the target of every converting rule, by the rule's identity."""
-    replaced = DIALECTS[recipe.dialect].formats
+    replaced = OUTPUT_DIALECTS[recipe.dialect].formats
     return {
         id(rule): Target(rule.scheme, replaced.get(rule.scheme.format, rule.scheme.format), rule)
         for rule in recipe.rules
@@ -203,6 +203,8 @@ def _fault(weight: Weight, rule: Rule | None, keep: str) -> Problem | None:
         return Problem("unknown-format", message, module, remedy)
     if not weight.format and (not keep or len(weight.parts) > 1):  # one part is a tensor of some dtype, to be kept
         parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)} in {part.shard}" for part in weight.parts)
+        if len(weight.parts) == 1 and weight.parts[0].dtype == "I8":  # a table of bytes that stays would be kept
+            return Problem("missing-part", f"no scale beside {parts}", module, "restore its scale, or --ignore it")
         return Problem("unknown-format", f"no known format has these parts: {parts}", module, "--ignore it")
     if keep == "not-2d" and any(pattern.text == module for pattern in rule.patterns):
         message = f"a target names it, but it is {shape} (in {weight.parts[0].shard})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from requant.dialects import DIALECTS
+from requant.dialects import OUTPUT_DIALECTS
 from requant.errors import CallError, Problem
 from requant.families.family import Family, family_named
 from requant.formats import ScaleRule
@@ -91,7 +91,7 @@ def make_recipe(
         ("on-over-span", on_over_span, get_args(OverSpan)),
         ("arithmetic", arithmetic, get_args(Arithmetic)),
         ("scale", scale, get_args(ScaleRule)),
-        ("dialect", dialect, tuple(DIALECTS)),
+        ("dialect", dialect, tuple(OUTPUT_DIALECTS)),
     ):
         if value not in choices:
             problems.append(Problem("bad-option", f"{option} {value!r}", remedy=f"one of {', '.join(choices)}"))
@@ -110,7 +110,7 @@ def make_recipe(
         facts = None if family is None else family_named(family)
     except CallError as error:
         problems += error.problems
-    if preset is not None and dialect in DIALECTS:
+    if preset is not None and dialect in OUTPUT_DIALECTS:
         problems += _unspeakable(preset, dialect)
     if problems or preset is None:
         raise CallError(problems)
@@ -121,7 +121,7 @@ def make_recipe(
 
 def _unspeakable(scheme: Scheme, dialect_name: str) -> list[Problem]:
     """Return the problem of a scheme that a dialect has no way to write."""
-    dialect = DIALECTS[dialect_name]
+    dialect = OUTPUT_DIALECTS[dialect_name]
     if can_write(dialect, scheme):
         return []
     can = [name for name, other in SCHEMES.items() if can_write(dialect, other)]
