@@ -63,6 +63,7 @@ def convert(
     input_scale: str = "constant:1.0",
     dialect: str = "compressed-tensors",
     family: str | None = None,
+    max_shard_size: str | int | None = None,
     workers: int | None = None,
     dry_run: bool = False,
     scan: bool = False,
@@ -77,7 +78,8 @@ def convert(
     of activations come from that NVFP4 and FP8 store: ``constant:VALUE``, ``bound``, or the path of a
     checkpoint that has some or of a JSON file with amax by module. Weights that have scales of their own keep
     them under ``constant``. ``dialect``: the output's. ``family``: whose facts say
-    which modules are fused, by name or as a YAML file, where config.json's model_type does not.
+    which modules are fused, by name or as a YAML file, where config.json's model_type does not. Output shards larger
+    than ``max_shard_size`` (``50GB``, or a number of bytes) are split.
     ``dry_run``: plan from headers only; with ``scan`` read the scales of quantized sources, too. An interrupted
     job continues where it was; ``restart`` discards it. Whatever stands in the way is in the error that is raised
     before anything is written; only a NaN or Inf among the values themselves comes to light later.
@@ -94,6 +96,7 @@ def convert(
         input_scale=os.fspath(input_scale),
         dialect=dialect,
         family=None if family is None else os.fspath(family),
+        max_shard_size=max_shard_size,
     )
     workers = _worker_count(workers)
     with os_errors():

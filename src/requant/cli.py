@@ -92,6 +92,9 @@ def convert(
             help="What engines fuse, if config.json's model_type does not say: generic, kimi_k3 …, or a YAML file.",
         ),
     ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Split output shards larger than this: 50GB, 5GiB …")
+    ] = None,
     workers: Workers = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")] = False,
     scan: Annotated[bool, typer.Option("--scan", help="Read the scales, too, and count over-span values.")] = False,
@@ -118,6 +121,7 @@ def convert(
             input_scale=input_scale,
             dialect=dialect,
             family=family,
+            max_shard_size=max_shard_size,
             workers=workers,
             dry_run=dry_run,
             scan=scan,

@@ -23,8 +23,9 @@ from requant.execute.tiles import Values, job_tiles
 from requant.execute.work import convert_group, convert_tile, start_job
 from requant.execute.workers import run_parallel
 from requant.plan.jobs import Job, pooled_groups
+from requant.plan.lots import StoredInput
 from requant.plan.plan import Plan
-from requant.plan.shards import ShardPlan, StoredInput
+from requant.plan.shards import ShardPlan
 
 CONFIG = "config.json"
 
@@ -115,23 +116,31 @@ def commit(plan: Plan, journal: Journal) -> None:
 
 def index_json(plan: Plan) -> tuple[str, bytes] | None:
     """Return name and text of the output's index; None for a single file without one."""
-    index = plan.checkpoint.index
-    if index is None:
+    name = _index_name(plan)
+    if name is None:
         return None
+    index = plan.checkpoint.index
     weight_map = {spec.name: shard.name for shard in plan.shards for spec in shard.layout.tensors}
     total = sum(shard.layout.data_bytes for shard in plan.shards)
-    metadata = {**index.metadata, "total_size": total}
+    metadata = {**(index.metadata if index else {}), "total_size": total}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
-    return index.file, text.encode() + b"\n"
+    return name, text.encode() + b"\n"
+
+
+def _index_name(plan: Plan) -> str | None:
+    """Return the name of the output's index: the source's, or a new one where a single file is split."""
+    if plan.checkpoint.index is not None:
+        return plan.checkpoint.index.file
+    return None if len(plan.shards) < 2 else f"{plan.checkpoint.shards[0].shard}.index.json"
 
 
 def output_files(plan: Plan) -> list[str]:
     """Return the names of all files that the job writes, relative to its folder."""
-    index = [plan.checkpoint.index.file] if plan.checkpoint.index else []
+    index = _index_name(plan)
     return [
         *(shard.name for shard in plan.shards),
         *(side.destination for side in plan.side_files),
-        *index,
+        *([index] if index else []),
         *plan.files,
     ]
 

@@ -26,8 +26,8 @@ from requant.families.family import fused_groups
 from requant.formats.dense import VALUE_DTYPES
 from requant.plan.input_bound import InputBounds, Latent
 from requant.plan.inventory import take_inventory
+from requant.plan.lots import StoredInput
 from requant.plan.plan import Plan
-from requant.plan.shards import StoredInput
 from requant.plan.source_config import NO_CONFIG, parse_config
 
 InputAmax = Callable[[StoredInput], float]

@@ -129,19 +129,6 @@ def must_round(jobs: Iterable[Job]) -> list[Problem]:
     ]
 
 
-def spread_groups(jobs: Iterable[Job]) -> dict[str, list[Job]]:
-    """Return the jobs of every fused group that lies in more than one shard."""
-    members: dict[str, list[Job]] = {}
-    for job in jobs:
-        if job.group and job.kind.route.pools:
-            members.setdefault(job.group, []).append(job)
-    return {
-        group: together
-        for group, together in members.items()
-        if len({job.weight.parts[0].shard for job in together}) > 1
-    }
-
-
 def pooled_groups(jobs: Iterable[Job]) -> list[list[Job]]:
     """Return the jobs of a shard that pool a number, by fused group; a job of no group is one of its own."""
     groups: dict[str, list[Job]] = {}

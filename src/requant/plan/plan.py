@@ -21,10 +21,17 @@ from requant.plan.describe import describe, disagreements
 from requant.plan.groups import fused_members, split_groups
 from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory
-from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes, spread_groups
+from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes
 from requant.plan.respell import respelled_parts
 from requant.plan.select import Selection, select
-from requant.plan.shards import ShardPlan, check_conservation, kept_tensors, lay_out_shards, stored_inputs
+from requant.plan.shards import (
+    ShardPlan,
+    check_conservation,
+    kept_tensors,
+    lay_out_shards,
+    spread_groups,
+    stored_inputs,
+)
 from requant.plan.source_config import parse_config
 from requant.recipe.recipe import Recipe
 
@@ -123,7 +130,8 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         modules = [one.weight.module for stored in inputs.values() for one in stored]
         bounds, unbounded = find_bounds(modules, inventory.weights, source)
         problems += unbounded
-    shards = lay_out_shards(checkpoint, jobs, copies, inputs)
+    shards = lay_out_shards(checkpoint, jobs, copies, inputs, recipe.max_shard_size)
+    notes += _too_large(shards, recipe.max_shard_size)
     files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
     try:
@@ -136,7 +144,7 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     kept = len(selection.kept) + sum(map(len, selection.already.values()))
     reasons = dict(selection.kept_reasons)
     respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
-    spread = spread_groups(jobs)
+    spread = spread_groups(shards)
     return Plan(
         checkpoint, recipe, shards, sides, files, spread, respelled, bounds, family, kept, reasons, problems, notes
     )
@@ -149,6 +157,15 @@ def _held_experts(jobs: Iterable[Job]) -> list[str]:
         return []
     largest = max(math.prod(job.weight.shape) * job.kind.route.widest_item for job in turned)
     return [f"{len(turned)} experts' weights lie transposed in banks: each worker holds up to {2 * largest:,} bytes"]
+
+
+def _too_large(shards: Iterable[ShardPlan], max_bytes: int | None) -> list[str]:
+    """Return a note for every shard that could not be made as small as was asked for."""
+    return [
+        f"{shard.name} has {shard.layout.data_bytes:,} bytes, more than --max-shard-size: it is not divided further"
+        for shard in shards
+        if max_bytes is not None and shard.layout.data_bytes > max_bytes
+    ]
 
 
 def _unused_scale_rule(selection: Selection, recipe: Recipe) -> list[str]:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import ShardHeader, TensorRef
 from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
-from requant.dialects import Dialect, InputScale
-from requant.dialects.recognise import Weight
+from requant.dialects import Dialect
 from requant.plan.banks import BankPlan
 from requant.plan.inventory import Inventory
 from requant.plan.jobs import Job
+from requant.plan.lots import Lot, StoredInput, divide
 from requant.plan.select import Selection
 from requant.recipe.input_scale import InputScaleSource
-
-
-class StoredInput(NamedTuple):
-    """An activation scale to be written: the tensor's name, the weight that it is for, how it is stored."""
-
-    name: str
-    weight: Weight
-    scale: InputScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +96,14 @@ def check_conservation(
 def lay_out_shards(
     checkpoint: Checkpoint,
     jobs: Iterable[Job],
-    kept: Mapping[str, Sequence[TensorRef]],
+    kept: Mapping[str, list[TensorRef]],
     inputs: Mapping[str, list[StoredInput]],
+    max_bytes: int | None = None,
 ) -> list[ShardPlan]:
-    """Give every job to the shard of its payload; a shard that is left without tensors is dropped."""
+    """Give every job to the shard of its payload; a shard that is left without tensors is dropped.
+
+    Shards of more than ``max_bytes`` of data are split.
+    """
     by_shard: dict[str, list[Job]] = {}
     homes: dict[str, str] = {}  # of banks: where their first weight was
     for job in jobs:
@@ -116,20 +111,56 @@ def lay_out_shards(
         if job.into is not None:
             home = homes.setdefault(job.into.name, home)
         by_shard.setdefault(home, []).append(job)
-    new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
-    plans = []
+    plans: list[ShardPlan] = []
     for shard in checkpoint.shards:
         mine, stored, copied = by_shard.get(shard.shard, []), inputs.get(shard.shard, []), kept.get(shard.shard, [])
+        if not (mine or stored or copied):
+            continue
         if not (mine or stored) and sorted(copied) == sorted(shard.tensors):
-            plans.append(ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True))
-        elif mine or stored or copied:
-            alone = [job for job in mine if job.into is None] if any(job.into for job in mine) else mine
-            new = [new_spec((job.weight.module + suffix, *rest)) for job in alone for suffix, rest in job.kind.outputs]
-            new += dict.fromkeys(_bank_of(job) for job in mine if job.into is not None)
-            new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
-            layout = lay_out(shard.shard, new, copied, shard.metadata)
-            plans.append(ShardPlan(shard.shard, layout, mine, stored, verbatim=False))
+            plan = ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True)
+        else:
+            plan = _laid_out(shard.shard, shard.metadata, Lot(mine, stored, copied))
+        if max_bytes is None or plan.layout.data_bytes <= max_bytes:
+            plans.append(plan)
+            continue
+        lots = divide(Lot(mine, stored, copied), max_bytes)
+        names = _names_of_pieces(shard.shard, len(lots), {header.shard for header in checkpoint.shards})
+        plans += [_laid_out(name, shard.metadata, lot) for name, lot in zip(names, lots, strict=True)]
     return plans
+
+
+def _laid_out(name: str, metadata: Mapping[str, str], lot: Lot) -> ShardPlan:
+    new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
+    jobs, stored, copied = lot
+    alone = [job for job in jobs if job.into is None] if any(job.into for job in jobs) else jobs
+    new = [new_spec((job.weight.module + suffix, *rest)) for job in alone for suffix, rest in job.kind.outputs]
+    new += dict.fromkeys(_bank_of(job) for job in jobs if job.into is not None)
+    new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
+    return ShardPlan(name, lay_out(name, new, copied, metadata), jobs, stored, verbatim=False)
+
+
+def _names_of_pieces(shard: str, count: int, taken: Container[str]) -> list[str]:
+    """Return the names of the pieces of a shard: ``model.safetensors`` → ``model-00001-of-00003.safetensors``."""
+    if count == 1:
+        return [shard]
+    stem, dot, suffix = shard.rpartition(".")
+    while True:
+        names = [f"{stem}-{number:05}-of-{count:05}{dot}{suffix}" for number in range(1, count + 1)]
+        if not any(name in taken for name in names):
+            return names
+        stem += "-split"
+
+
+def spread_groups(shards: Iterable[ShardPlan]) -> dict[str, list[Job]]:
+    """Return the jobs of every fused group that pools a number and is written to more than one shard."""
+    members: dict[str, list[Job]] = {}
+    homes: dict[str, set[str]] = {}
+    for shard in shards:
+        for job in shard.jobs:
+            if job.group and job.kind.route.pools:
+                members.setdefault(job.group, []).append(job)
+                homes.setdefault(job.group, set()).add(shard.name)
+    return {group: together for group, together in members.items() if len(homes[group]) > 1}
 
 
 def _bank_of(job: Job) -> TensorSpec:

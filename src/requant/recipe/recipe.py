@@ -12,6 +12,7 @@ from requant.families.family import Family, family_named
 from requant.formats import ScaleRule
 from requant.recipe.input_scale import NO_CALIBRATION, InputScaleSource, parse_input_scale
 from requant.recipe.patterns import LINEAR, Pattern, compile_patterns
+from requant.recipe.size import parse_size
 from requant.schemes import SCHEMES, Scheme, can_write, scheme_named
 
 Exact = Literal["auto", "off", "required"]
@@ -39,7 +40,8 @@ class Recipe:
 
     ``on_over_span``: what an exact route does with a region that it cannot hold. ``arithmetic``: LLM
     Compressor's, in the weight's dtype, or float32 for everything that rounds. ``scale``: how scales are found.
-    ``dialect`` is that of the output, ``family`` stands in for the one that config.json names.
+    ``dialect`` is that of the output, ``family`` stands in for the one that config.json names. Shards of more than
+    ``max_shard_size`` bytes of data are split (None: none is).
     """
 
     rules: tuple[Rule, ...]
@@ -49,6 +51,7 @@ class Recipe:
     input_scale: InputScaleSource = NO_CALIBRATION
     dialect: str = "compressed-tensors"
     family: Family | None = None
+    max_shard_size: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything that makes this recipe differ from another."""
@@ -64,7 +67,8 @@ class Recipe:
             "scale": self.scale,
             "input_scale": [source.kind, source.value, str(source.path)],
             "dialect": self.dialect,
-            "fused": self.family and self.family.fused,
+            "family": self.family and [self.family.fused, self.family.dense_bank, self.family.expert_dtype],
+            "max_shard_size": self.max_shard_size,
         }
 
 
@@ -79,6 +83,7 @@ def make_recipe(
     input_scale: str = "constant:1.0",
     dialect: str = "compressed-tensors",
     family: str | None = None,
+    max_shard_size: str | int | None = None,
 ) -> Recipe:
     """Build a recipe from the words of a call; CallError lists everything that is wrong with them."""
     problems: list[Problem] = []
@@ -98,6 +103,11 @@ def make_recipe(
     patterns: tuple[Pattern, ...] = ()
     source = NO_CALIBRATION
     facts = None
+    largest = None
+    try:
+        largest = None if max_shard_size is None else parse_size("max-shard-size", max_shard_size)
+    except CallError as error:
+        problems += error.problems
     try:
         patterns = compile_patterns([*(targets or (LINEAR,)), *ignore])
     except CallError as error:
@@ -116,7 +126,7 @@ def make_recipe(
         raise CallError(problems)
     count = len(targets) or 1
     rules = (Rule(patterns[count:], None, reason="ignore"), Rule(patterns[:count], preset, exact))
-    return Recipe(rules, on_over_span, arithmetic, scale, source, dialect, facts)
+    return Recipe(rules, on_over_span, arithmetic, scale, source, dialect, facts, largest)
 
 
 def _unspeakable(scheme: Scheme, dialect_name: str) -> list[Problem]:
