@@ -62,7 +62,7 @@ def spread(scales: NDArray[Any], shape: tuple[int, int]) -> Values:
 
 def _weight(parts: Mapping[str, NDArray[Any]]) -> Values:
     payload = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    suffixes = ("weight_scale", "weight_scale_inv", "scale")
+    suffixes = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
     scales = next((parts[suffix] for suffix in suffixes if suffix in parts), None)
     if scales is None:
         return payload.astype(np.float64)

@@ -131,4 +131,4 @@ def test_other_modules_stay_where_they_are(module: str) -> None:
 
 
 def test_w1_outside_of_experts_keeps_its_name() -> None:
-    assert "layers.0.feed_forward.gate_proj" not in set(name_variants("layers.0.feed_forward.w1"))
+    assert "layers.0.ffn.gate_proj" not in set(name_variants("layers.0.ffn.w1"))

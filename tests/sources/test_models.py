@@ -213,6 +213,39 @@ def nemotron() -> Model:
     return Model(tensors, config, {"nvfp4-scale2": 2 * EXPERTS, "fp8-tensor": 2, "fp8-block": 1})
 
 
+def mistral_large() -> Model:
+    """Mistral's own names and params.json; FP8 per tensor, static."""
+    rng = np.random.default_rng(8)
+    tensors: Arrays = {"tok_embeddings.weight": normal(rng, 64, HIDDEN), "output.weight": normal(rng, 64, HIDDEN)}
+    names = [
+        ("layers.1.attention.wq_a", 192, HIDDEN),
+        ("layers.1.attention.wq_b", 384, 192),
+        ("layers.1.attention.wkv_a_with_mqa", 144, HIDDEN),
+        ("layers.1.attention.wkv_b", 256, 128),
+        ("layers.1.attention.wo", HIDDEN, 256),
+        ("layers.0.feed_forward.w1", INNER, HIDDEN),
+        ("layers.0.feed_forward.w3", INNER, HIDDEN),
+        ("layers.1.shared_experts.w2", HIDDEN, INNER),
+    ]
+    for e in range(EXPERTS):
+        for leaf, rows, columns in (("w1", INNER, HIDDEN), ("w2", HIDDEN, INNER), ("w3", INNER, HIDDEN)):
+            names.append((f"layers.1.experts.{e}.{leaf}", rows, columns))
+    for name, rows, columns in names:
+        tensors[f"{name}.weight"] = rng.normal(0, 60, (rows, columns)).clip(-440, 440).astype(F8)
+        tensors[f"{name}.qscale_weight"] = np.array(rng.uniform(1e-4, 2e-4), np.float32)
+        tensors[f"{name}.qscale_act"] = np.array(2e-2, np.float32)
+    tensors["layers.1.gate.weight"] = normal(rng, EXPERTS, HIDDEN)
+    tensors["layers.1.attention.kv_fake_quantizer.qscale_act"] = np.array(0.1, np.float32)
+    tensors["norm.weight"] = normal(rng, HIDDEN)
+    config = {
+        "dim": HIDDEN,
+        "n_layers": 2,
+        "moe": {"num_experts": EXPERTS, "num_shared_experts": 1},
+        "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
+    }
+    return Model(tensors, config, {"fp8-tensor": len(names)})
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "deepseek-v3": lambda: deepseek_v3(np.float32),
     "deepseek-v3-bf16": lambda: deepseek_v3(BF16),
@@ -221,15 +254,26 @@ MODELS: dict[str, Callable[[], Model]] = {
     "minimax-m3": minimax_m3,
     "kimi-k2": kimi_k2,
     "nemotron-3": nemotron,
+    "mistral-large-3": mistral_large,
 }
 
 
 def written(model: Model, folder: Path) -> Path:
-    return write(Source({"model.safetensors": model.tensors}, model.config), folder)
+    if "quantization" not in model.config:
+        return write(Source({"model.safetensors": model.tensors}, model.config), folder)
+    write(Source({"consolidated.safetensors": model.tensors}, model.config), folder)
+    (folder / "config.json").rename(folder / "params.json")
+    return folder
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    [file] = [folder / name for name in ("config.json", "params.json") if (folder / name).exists()]
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def quantized_modules(model: Model) -> set[str]:
-    scales = ("weight_scale", "weight_scale_inv", "scale")
+    scales = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
     found = {name.rpartition(".")[0] for name in model.tensors if name.rpartition(".")[2] in scales}
     return {module for module in found if {f"{module}.weight", f"{module}.weight_packed"} & model.tensors.keys()} - {
         module for module in found if model.tensors.get(f"{module}.weight", np.zeros(0)).dtype == BF16
@@ -249,7 +293,7 @@ def test_inspect(tmp_path: Path, name: str) -> None:
     found = requant.inspect(written(model, tmp_path / "source")).to_json()
     quantized = {kind: share["weights"] for kind, share in found["formats"].items() if kind.islower()}
     assert quantized == model.formats
-    assert found["family"] == model.config["model_type"]
+    assert found["family"] == model.config.get("model_type", "mistral")
     assert found["classes"]["expert"]["weights"] >= EXPERTS
     assert requant.verify(tmp_path / "source", "data").ok
 
@@ -270,7 +314,7 @@ def test_bf16(tmp_path: Path, name: str) -> None:
         exact = before[module].astype(np.float32).astype(BF16).astype(np.float64)
         assert np.mean(after[module] != exact) < 1e-3, module
     assert_rest_kept(source, tmp_path / "out", modules)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not config_of(tmp_path / "out").keys() & {"quantization_config", "quantization"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -334,10 +378,14 @@ def test_a_part_that_is_missing_or_left_over(tmp_path: Path, name: str) -> None:
     payload = next(
         f"{module}.{suffix}" for suffix in ("weight", "weight_packed") if f"{module}.{suffix}" in model.tensors
     )
-    scale = next(part for part in model.tensors if part.startswith(f"{module}.") and part.endswith(("scale", "_inv")))
+    scale = next(
+        part
+        for part in model.tensors
+        if part.startswith(f"{module}.") and part.endswith(("scale", "_inv", "qscale_weight"))
+    )
     for gone, code in ((scale, "missing-part"), (payload, "orphan-part")):
         left = {tensor: value for tensor, value in model.tensors.items() if tensor != gone}
-        folder = write(Source({"model.safetensors": left}, model.config), tmp_path / code)
+        folder = written(model._replace(tensors=left), tmp_path / code)
         with pytest.raises(requant.CheckpointError) as caught:
             requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
         assert (code, module) in {(problem.code, problem.module) for problem in caught.value.problems}
@@ -352,3 +400,38 @@ def test_minimax_exponents_are_read_as_such(tmp_path: Path) -> None:
     before, after = read(source), read(tmp_path / "out")
     assert after[f"{name}.weight_scale"] == before[f"{name}.weight_scale_inv"]
     assert np.array_equal(array(after[f"{name}.weight"]).view(np.uint8), array(before[f"{name}.weight"]).view(np.uint8))
+
+
+def test_params_json_is_the_last_file_and_says_what_there_is(tmp_path: Path) -> None:
+    source = written(mistral_large(), tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "FP8_BLOCK", ignore=["re:.*attention.*"])
+    params = json.loads((tmp_path / "out" / "params.json").read_text())
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert {key: params[key] for key in ("dim", "n_layers", "moe")} == {
+        key: mistral_large().config[key] for key in ("dim", "n_layers", "moe")
+    }
+    assert params["quantization"]["quant_method"] == "compressed-tensors"
+    after = read(tmp_path / "out")
+    assert after["layers.1.attention.wo.weight_scale"].shape == (1,)
+    assert "layers.1.attention.kv_fake_quantizer.qscale_act" in after
+    requant.convert(source, tmp_path / "blocks", "FP8_BLOCK")
+    ignore = json.loads((tmp_path / "blocks" / "params.json").read_text())["quantization"]["ignore"]
+
+    import re
+
+    def ignored(name: str) -> bool:
+        return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in ignore)
+
+    # The names that vLLM has for them: its mistral_large_3.py maps each.
+    assert all(map(ignored, ("lm_head", "model.layers.1.mlp.gate")))
+    assert not any(
+        map(
+            ignored,
+            (
+                "model.layers.1.self_attn.o_proj",
+                "model.layers.1.mlp.experts.0.gate_proj",
+                "model.layers.1.mlp.shared_experts.down_proj",
+                "model.layers.0.mlp.up_proj",
+            ),
+        )
+    )

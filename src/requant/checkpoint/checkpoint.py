@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from requant.checkpoint.faults import Faults
 from requant.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, ShardHeader, check_header
 from requant.checkpoint.index import INDEX_NAME, Index, read_index
-from requant.checkpoint.names import is_private, is_weight_file
+from requant.checkpoint.names import CONFIG_FILES, is_private, is_weight_file
 from requant.checkpoint.store import LocalStore
 from requant.errors import CallError, Problem
 
@@ -29,7 +29,7 @@ class Checkpoint:
     """What the headers, the index and config.json say.
 
     ``shards`` are in the order of their names. ``index`` is None for
-    a single file, ``config`` the bytes of config.json or None; ``notes`` is what the user should know.
+    a single file, ``config`` the bytes of ``config_file`` or None; ``notes`` is what the user should know.
     As a context manager, it closes the store.
     """
 
@@ -38,6 +38,7 @@ class Checkpoint:
     index: Index | None
     config: bytes | None
     notes: tuple[str, ...]
+    config_file: str = CONFIG_FILES[0]
 
     @property
     def tensor_count(self) -> int:
@@ -89,8 +90,9 @@ def _open(store: LocalStore) -> Checkpoint:
         total_size = sum(header.size - header.data_start for header in headers)
         if index.total_size != total_size:
             notes.append(f"{index.file} claims a total_size of {index.total_size}, the tensors have {total_size}")
-    config = store.read("config.json", 0, files["config.json"]) if "config.json" in files else None
-    return Checkpoint(store, headers, index, config, tuple(notes))
+    config_file = next((file for file in CONFIG_FILES if file in files), CONFIG_FILES[0])
+    config = store.read(config_file, 0, files[config_file]) if config_file in files else None
+    return Checkpoint(store, headers, index, config, tuple(notes), config_file)
 
 
 def _find_shards(

@@ -7,6 +7,9 @@ import re
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """Files that hold weights, in this format or another."""
 
+CONFIG_FILES = ("config.json", "params.json")
+"""The file without which a checkpoint is none: Hugging Face's, or else Mistral's."""
+
 PRIVATE_FOLDERS = frozenset({".git", ".cache", ".requant"})
 """Folders of tools, not of the checkpoint."""
 

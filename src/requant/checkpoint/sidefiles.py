@@ -30,7 +30,7 @@ class SideFile(NamedTuple):
     destination: str
 
 
-def side_files(store: LocalStore) -> list[SideFile]:
+def side_files(store: LocalStore, config_file: str = "config.json") -> list[SideFile]:
     """Return what is copied beside the weights, sorted: all but weights, their indexes, and configs.
 
     The source's README.md becomes BASE_README.md; if there is such a file already, from the source's own
@@ -39,8 +39,9 @@ def side_files(store: LocalStore) -> list[SideFile]:
     files = store.files()
     faults = Faults()
     copies = []
+    rewritten = {*_REWRITTEN, config_file}
     for file in files:
-        if is_private(file) or is_weight_file(file) or file.endswith(_INDEX_SUFFIXES) or file in _REWRITTEN:
+        if is_private(file) or is_weight_file(file) or file.endswith(_INDEX_SUFFIXES) or file in rewritten:
             continue
         if is_hostile(file):
             faults.add("name-hostile", "not a file name that every system can hold", repr(file)[1:-1])

@@ -136,7 +136,7 @@ def _pairs(a: Checkpoint, b: Checkpoint, result: Comparison) -> Iterator[_Pair]:
 
 
 def _source(checkpoint: Checkpoint) -> SourceConfig:
-    return NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config)
+    return NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config, checkpoint.config_file)
 
 
 def _by_module(checkpoint: Checkpoint) -> dict[str, Weight]:

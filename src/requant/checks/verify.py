@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from requant.checkpoint.header import TensorRef
+from requant.checkpoint.names import CONFIG_FILES
 from requant.errors import CallError, CheckpointError, Problem
 from requant.execute.journal import read_journal
 from requant.execute.progress import Progress
@@ -60,7 +61,8 @@ def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) 
         message = f"work is under way, {len(journal['done'])} shards are done"
         remedy = "run the same command again to finish"
         return Verification("in-progress", [Problem("missing-part", message, "config.json", remedy)], [])
-    state: State = "complete" if (folder / "config.json").is_file() else "foreign"
+    complete = any((folder / file).is_file() for file in CONFIG_FILES)
+    state: State = "complete" if complete else "foreign"
     try:
         with open_checkpoint(folder) as checkpoint:
             return _verify(checkpoint, state, level, workers, progress)
@@ -69,7 +71,7 @@ def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) 
 
 
 def _verify(checkpoint: Checkpoint, state: State, level: Level, workers: int, progress: Progress) -> Verification:
-    source = parse_config(checkpoint.config)
+    source = parse_config(checkpoint.config, checkpoint.config_file)
     inventory = take_inventory(checkpoint, source)
     problems = list(inventory.problems)
     notes = [*checkpoint.notes, *disagreements(source, inventory.weights)]

@@ -64,8 +64,8 @@ class Weight(NamedTuple):
     bank: Bank | None = None
 
 
-PLAIN_SCALE = "scale"
-"""A suffix that a weight's scale may have, and many a vector that is none."""
+MAYBE_PARTS = ("scale", "qscale_act")
+"""Suffixes that parts of a weight may have, and many a vector that is none."""
 
 _CODES = ("U8", "F8_E4M3", "F8_E5M2")
 """Dtypes of weights that mean nothing without a scale."""
@@ -92,8 +92,11 @@ class _Found(NamedTuple):
 
 
 def stray_scale(parts: Sequence[TensorRef]) -> TensorRef | None:
-    """Return the part called `PLAIN_SCALE` if it lies beside no codes and is a tensor of its own, not an exponent."""
-    scale = next((part for part in parts if part.name.endswith(f".{PLAIN_SCALE}")), None)
+    """Return the part with a suffix of `MAYBE_PARTS` if it lies beside no codes and is a tensor of its own.
+
+    An E8M0 exponent is none.
+    """
+    scale = next((part for part in parts if part.name.rpartition(".")[2] in MAYBE_PARTS), None)
     if scale is None or scale.dtype == "F8_E8M0" or any(part.dtype in (*_CODES, "I8") for part in parts):
         return None
     return scale

@@ -18,6 +18,31 @@ TEXT_ROOTS = ("", "model.", "language_model.", "language_model.model.", "model.l
 
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CONTAINER_NAMES = {"block_sparse_moe": "mlp"}
+_MISTRAL_LEAVES = {
+    "attention": {
+        "wq": "q_proj",
+        "wk": "k_proj",
+        "wv": "v_proj",
+        "wo": "o_proj",
+        "wq_a": "q_a_proj",
+        "wq_b": "q_b_proj",
+        "wkv_a_with_mqa": "kv_a_proj_with_mqa",
+        "wkv_b": "kv_b_proj",
+    },
+    "feed_forward": _EXPERT_NAMES,
+    "shared_experts": _EXPERT_NAMES,
+    "experts": {},
+    "gate": {},
+}
+"""What Mistral's own checkpoints have directly below ``layers.N``, and in it; vLLM gives both its usual names."""
+_MISTRAL_BLOCKS = {
+    "attention": "self_attn",
+    "feed_forward": "mlp",
+    "shared_experts": "mlp.shared_experts",
+    "experts": "mlp.experts",
+    "gate": "mlp.gate",
+}
+_MISTRAL_HEAD = "output"
 _ROUTED_EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.")
 
 
@@ -102,6 +127,15 @@ def component_spellings(path: str) -> list[tuple[str, ...]]:
     match components:
         case [*_, "experts", number, leaf] if number.isdecimal() and leaf in _EXPERT_NAMES:
             spellings[-1] = (leaf, _EXPERT_NAMES[leaf])
+    match components:
+        case ["layers", number, block, *rest] if block in _MISTRAL_BLOCKS and (not rest) == (block == "gate"):
+            leaves = _MISTRAL_LEAVES[block]
+            if not leaves or rest[0] in leaves:
+                spellings[2] = (block, _MISTRAL_BLOCKS[block])
+            if len(rest) == 1 and rest[0] in leaves:
+                spellings[3] = (rest[0], leaves[rest[0]])
+        case [name] if name == _MISTRAL_HEAD:
+            spellings[0] = (name, "lm_head")
     return spellings
 
 

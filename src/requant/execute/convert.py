@@ -14,6 +14,7 @@ import numpy as np
 
 from requant.checkpoint.fsio import PAGE
 from requant.checkpoint.layout import CopyRun, header_bytes
+from requant.checkpoint.names import CONFIG_FILES
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
 from requant.execute.input_scales import InputAmax
@@ -26,8 +27,6 @@ from requant.plan.jobs import Job, pooled_groups
 from requant.plan.lots import StoredInput
 from requant.plan.plan import Plan
 from requant.plan.shards import ShardPlan
-
-CONFIG = "config.json"
 
 COPY_BYTES = 64 << 20
 """Kept runs are copied in pieces of this size, so that all workers share them."""
@@ -109,7 +108,7 @@ def commit(plan: Plan, journal: Journal) -> None:
     if index is not None:
         name, data = index
         write_atomically(journal.folder / name, data)
-    for name, data in sorted(plan.files.items(), key=lambda file: file[0] == CONFIG):
+    for name, data in sorted(plan.files.items(), key=lambda file: file[0] in CONFIG_FILES):
         write_atomically(journal.folder / name, data)
     journal.close()
 

@@ -139,7 +139,7 @@ def _from_path(path: Path) -> dict[str, float]:
     """Return amax by module: out of a JSON file, or of the activation scales of a checkpoint."""
     if path.is_dir():
         with open_checkpoint(path) as checkpoint:
-            source = NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config)
+            source = NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config, checkpoint.config_file)
             weights = take_inventory(checkpoint, source).weights
             found = {weight.module: _own(checkpoint, weight) for weight in weights if weight.inputs}
         if not found:

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from requant.checkpoint.fsio import naming, sync_folder
+from requant.checkpoint.names import CONFIG_FILES
 from requant.checkpoint.writer import write_atomically
 from requant.errors import CallError, Problem, SurroundingsError
 from requant.execute.tiles import Values
@@ -94,8 +95,8 @@ def check_destination(folder: Path, fingerprint: str, restart: bool) -> bool:
     if record is None:
         if entries - {WORK}:
             message = f"{folder} is neither empty nor work under way"
-            if "config.json" in entries:
-                message += "; its config.json says that what is there is finished"
+            if not entries.isdisjoint(CONFIG_FILES):
+                message += "; its config says that what is there is finished"
             raise CallError(Problem("bad-destination", message, remedy=remedy))
         return False
     if record["fingerprint"] != fingerprint and not restart:
@@ -149,7 +150,7 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
 
 def _clear(folder: Path, record: dict[str, Any]) -> None:
     """Remove what the recorded job may have written, and nothing else; what makes it look whole goes first."""
-    for name in sorted(record["files"], key=lambda name: name != "config.json"):
+    for name in sorted(record["files"], key=lambda name: name not in CONFIG_FILES):
         path = folder / name
         if path.resolve().is_relative_to(folder.resolve()):
             path.unlink(missing_ok=True)

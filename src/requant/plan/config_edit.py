@@ -23,19 +23,23 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def edit_config(
-    raw: bytes, quantization_config: dict[str, Any] | None, settings: Mapping[str, str] = MappingProxyType({})
+    raw: bytes,
+    quantization_config: dict[str, Any] | None,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    key: str = KEY,
 ) -> bytes:
     """Return config.json with ``quantization_config`` at its top level and wherever one is one level down.
 
     One level down is ``text_config`` and its like; all get the same value. A missing top-level key is added
-    at the end. None takes the key away, wherever it is. ``settings`` are set at the top level only. Raises
-    CheckpointError (``header-invalid``) unless ``raw`` is one JSON object in UTF-8 in which no object has a key twice.
+    at the end. None takes the key away, wherever it is; ``key`` is what it is called. ``settings`` are set at the top
+    level only. Raises CheckpointError (``header-invalid``) unless ``raw`` is one JSON object in UTF-8 in which no
+    object has a key twice.
     """
     mark = codecs.BOM_UTF8 if raw.startswith(codecs.BOM_UTF8) else b""
     text = _checked(raw.removeprefix(mark))
-    for key, value in settings.items():
-        text = _with_setting(text, key, value)
-    return mark + _with_quantization(text, quantization_config).encode()
+    for name, value in settings.items():
+        text = _with_setting(text, name, value)
+    return mark + _with_quantization(text, key, quantization_config).encode()
 
 
 def _with_setting(text: str, key: str, value: str) -> str:
@@ -45,10 +49,10 @@ def _with_setting(text: str, key: str, value: str) -> str:
     return text[: edit.start] + edit.new + text[edit.end :]
 
 
-def _with_quantization(text: str, quantization_config: dict[str, Any] | None) -> str:
+def _with_quantization(text: str, key: str, quantization_config: dict[str, Any] | None) -> str:
     top = _object_at(text, _skip_space(text, 0))
     nested = [
-        _object_at(text, member.start) for member in top.members if member.key != KEY and text[member.start] == "{"
+        _object_at(text, member.start) for member in top.members if member.key != key and text[member.start] == "{"
     ]
     edits = [
         _removed(parent, member)
@@ -56,10 +60,10 @@ def _with_quantization(text: str, quantization_config: dict[str, Any] | None) ->
         else _replaced(text, parent, member, quantization_config)
         for parent in (top, *nested)
         for member in parent.members
-        if member.key == KEY
+        if member.key == key
     ]
-    if quantization_config is not None and all(member.key != KEY for member in top.members):
-        edits.append(_added(text, top, KEY, quantization_config))
+    if quantization_config is not None and all(member.key != key for member in top.members):
+        edits.append(_added(text, top, key, quantization_config))
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
     return text

@@ -71,7 +71,7 @@ def draft_family(checkpoint: Checkpoint) -> FamilyDraft:
 
     The groups are those of its family, if it is known, or else of the family ``generic``.
     """
-    source = parse_config(checkpoint.config)
+    source = parse_config(checkpoint.config, checkpoint.config_file)
     known = family_of(source.model_types) or families()["generic"]
     fused: dict[Members, list[str]] = {}
     candidates: dict[Members, list[str]] = {}

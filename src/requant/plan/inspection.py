@@ -66,7 +66,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     notes = list(checkpoint.notes)
     source = NO_CONFIG
     try:
-        source = parse_config(checkpoint.config)
+        source = parse_config(checkpoint.config, checkpoint.config_file)
     except CheckpointError as error:
         notes += [str(problem) for problem in error.problems]
     inventory = take_inventory(checkpoint, source)

@@ -10,7 +10,7 @@ import numpy as np
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
 from requant.dialects.banks import Banks, ExpertFacts
-from requant.dialects.recognise import PART_SUFFIXES, PLAIN_SCALE, Recogniser, Weight, stray_scale
+from requant.dialects.recognise import MAYBE_PARTS, PART_SUFFIXES, Recogniser, Weight, stray_scale
 from requant.errors import Problem
 from requant.families.family import Family, family_of
 from requant.plan.source_config import SourceConfig
@@ -44,7 +44,7 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
             module, _, suffix = tensor.name.rpartition(".")
             if suffix in PART_SUFFIXES and module:
                 modules[module] = (*modules.get(module, ()), tensor)
-                if suffix == PLAIN_SCALE:
+                if suffix in MAYBE_PARTS:
                     scaled.append(module)
             else:
                 others.append(tensor)

@@ -106,7 +106,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 
 
 def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
-    source = parse_config(checkpoint.config)
+    source = parse_config(checkpoint.config, checkpoint.config_file)
     family = recipe.family or family_of(source.model_types)
     inventory = take_inventory(checkpoint, source, family)
     selection = select(inventory.weights, recipe, source.experts)
@@ -135,10 +135,11 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
     try:
-        sides = side_files(checkpoint.store)
+        sides = side_files(checkpoint.store, checkpoint.config_file)
         if not problems:
             new = describe(selection, dialect, source, family)
-            files = {"config.json": edit_config(source.raw, new.quantization_config, new.settings), **new.files}
+            config = edit_config(source.raw, new.quantization_config, new.settings, source.key)
+            files = {source.file: config, **new.files}
     except CheckpointError as error:
         problems += error.problems
     kept = len(selection.kept) + sum(map(len, selection.already.values()))

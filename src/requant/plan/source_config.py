@@ -13,6 +13,9 @@ from requant.formats import FLOAT_DTYPES
 from requant.recipe.patterns import compile_patterns
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_NO_SCOPES = ("quantization_config", "quantization")
+_MISTRAL = "mistral"
+"""The model type of a checkpoint with a params.json, which names none."""
 _EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_moe_experts")
 
 
@@ -20,23 +23,30 @@ _EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "m
 class SourceConfig:
     """A config.json: its bytes, its value, and the quantization_config that engines would read ({}: none).
 
-    Of a quantization_config in the compressed-tensors dialect, groups, targets and ignore have their types.
+    ``file`` is its name: Mistral's own checkpoints have a params.json. Of a quantization_config in the
+    compressed-tensors dialect, groups, targets and ignore have their types.
     """
 
     raw: bytes
     value: Mapping[str, Any]
     quantization: Mapping[str, Any]
+    file: str = "config.json"
+
+    @property
+    def key(self) -> str:
+        """What the quantization_config is called there."""
+        return _key(self.file)
 
     @property
     def model_type(self) -> str | None:
         """The model's own model_type."""
-        name = self.value.get("model_type")
+        name = self.value.get("model_type", _MISTRAL if self.file != "config.json" else None)
         return name if isinstance(name, str) else None
 
     @property
     def model_types(self) -> list[str]:
         """Every model_type, the model's own first, then those of its parts."""
-        found = [scope.get("model_type") for scope in _scopes(self.value)]
+        found = [self.model_type, *(scope.get("model_type") for scope in _scopes(self.value))]
         return [name for name in found if isinstance(name, str)]
 
     @property
@@ -85,37 +95,45 @@ class SourceConfig:
     @property
     def is_compressed_tensors(self) -> bool:
         """Whether the quantization_config is in the compressed-tensors dialect."""
-        return self.quantization.get("quant_method") == "compressed-tensors"
+        return _is_compressed_tensors(self.quantization)
 
 
 NO_CONFIG = SourceConfig(b"", {}, {})
 """What stands in for a config.json that is not there, or broken, where that may be."""
 
 
-def parse_config(raw: bytes | None) -> SourceConfig:
+def parse_config(raw: bytes | None, file: str = "config.json") -> SourceConfig:
     """Parse the bytes of config.json; CheckpointError where it is missing, broken, or malformed."""
     if raw is None:
         remedy = "a checkpoint needs one: the quantization_config is written there"
-        raise CheckpointError(Problem("missing-part", "there is no config.json", "config.json", remedy))
+        raise CheckpointError(Problem("missing-part", f"there is no {file}", file, remedy))
     try:
         value = load_object(raw.removeprefix(codecs.BOM_UTF8), allow_constants=True)
     except ValueError as error:
-        raise _broken(str(error)) from None
+        raise _broken(str(error), file) from None
     for scope in _scopes(value):
-        quantization = scope.get("quantization_config")
+        quantization = scope.get(_key(file))
         if quantization is None:
             continue
         complaint = _complaint(quantization)
         if complaint:
-            raise _broken(f"quantization_config: {complaint}")
-        return SourceConfig(raw, value, quantization)
-    return SourceConfig(raw, value, {})
+            raise _broken(f"{_key(file)}: {complaint}", file)
+        return SourceConfig(raw, value, quantization, file)
+    return SourceConfig(raw, value, {}, file)
+
+
+def _key(file: str) -> str:
+    return "quantization_config" if file == "config.json" else "quantization"
+
+
+def _is_compressed_tensors(quantization: Mapping[str, Any]) -> bool:
+    return str(quantization.get("quant_method")).lower().replace("_", "-") == "compressed-tensors"
 
 
 def _scopes(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the objects in which a setting may stand, the one that counts most first."""
     yield value
-    nested = {key: inner for key, inner in value.items() if isinstance(inner, Mapping) and key != "quantization_config"}
+    nested = {key: inner for key, inner in value.items() if isinstance(inner, Mapping) and key not in _NO_SCOPES}
     if "text_config" in nested:
         yield nested.pop("text_config")
     yield from nested.values()
@@ -125,7 +143,7 @@ def _complaint(quantization: Any) -> str:
     """Say what in a quantization_config is not of its type; "" if all is well."""
     if not isinstance(quantization, Mapping):
         return "not an object"
-    if quantization.get("quant_method") != "compressed-tensors":
+    if not _is_compressed_tensors(quantization):
         return ""
     groups = quantization.get("config_groups")
     if groups is not None and not isinstance(groups, Mapping):
@@ -153,5 +171,5 @@ def _is_patterns(value: Any) -> bool:
     return True
 
 
-def _broken(what: str) -> CheckpointError:
-    return CheckpointError(Problem("header-invalid", what, "config.json", "restore the file from its source"))
+def _broken(what: str, file: str) -> CheckpointError:
+    return CheckpointError(Problem("header-invalid", what, file, "restore the file from its source"))
