@@ -133,6 +133,60 @@ def step(folder: Path, *, quantized: bool = False) -> tuple[Path, Arrays, str]:
     return write_one(folder, tensors, config), experts, layer
 
 
+def mistral4(folder: Path) -> tuple[Path, Arrays, str]:
+    """Mistral-4: FP8, one scale for each expert's [2I, H], which gate and up share, and static activation scales."""
+    layer, rng = "model.layers.0", np.random.default_rng(9)
+    tensors: Arrays = {f"{layer}.mlp.gate.weight": normal(3, EXPERTS, HIDDEN)}
+    experts: Arrays = {}
+    for leaf, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+        codes = rng.normal(0, 60, (EXPERTS, rows, columns)).clip(-440, 440).astype(F8)
+        scales = rng.uniform(1e-4, 2e-4, (EXPERTS, 1, 1)).astype(np.float32)
+        tensors[f"{layer}.mlp.experts.{leaf}"] = codes
+        tensors[f"{layer}.mlp.experts.{leaf}_scale_inv"] = scales
+        tensors[f"{layer}.mlp.experts.{leaf}_activation_scale"] = rng.uniform(0.01, 0.02, EXPERTS).astype(np.float32)
+        values = (codes.astype(np.float32) * scales).astype(BF16)
+        for e in range(EXPERTS):
+            if leaf == "down_proj":
+                experts[f"{layer}.mlp.experts.{e}.down_proj"] = values[e]
+            else:
+                experts[f"{layer}.mlp.experts.{e}.gate_proj"] = values[e, :INNER]
+                experts[f"{layer}.mlp.experts.{e}.up_proj"] = values[e, INNER:]
+    attention = rng.normal(0, 60, (HIDDEN, HIDDEN)).clip(-440, 440).astype(F8)
+    tensors[f"{layer}.self_attn.o_proj.weight"] = attention
+    tensors[f"{layer}.self_attn.o_proj.weight_scale_inv"] = np.array(1.5e-4, np.float32)
+    tensors[f"{layer}.self_attn.o_proj.activation_scale"] = np.array(1.5e-2, np.float32)
+    experts[f"{layer}.self_attn.o_proj"] = (attention.astype(np.float32) * np.float32(1.5e-4)).astype(BF16)
+    config = {
+        "model_type": "mistral4",
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INNER,
+        "n_routed_experts": EXPERTS,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    }
+    return write_one(folder, tensors, config), experts, layer
+
+
+def llama_fp8(folder: Path) -> tuple[Path, Arrays, str]:
+    """Llama-4 in FP8: [E, in, out] codes and a scale for every output channel, [E, 1, out]."""
+    layer, rng = "language_model.model.layers.0", np.random.default_rng(10)
+    tensors: Arrays = {f"{layer}.feed_forward.router.weight": normal(3, EXPERTS, HIDDEN)}
+    banks: Arrays = {}
+    for leaf, inner, out in (("gate_up_proj", HIDDEN, 2 * INNER), ("down_proj", INNER, HIDDEN)):
+        codes = rng.normal(0, 60, (EXPERTS, inner, out)).clip(-440, 440).astype(F8)
+        scales = rng.uniform(1e-4, 2e-4, (EXPERTS, 1, out)).astype(np.float32)
+        tensors[f"{layer}.feed_forward.experts.{leaf}"] = codes
+        tensors[f"{layer}.feed_forward.experts.{leaf}_scale"] = scales
+        banks[f"{layer}.feed_forward.experts.{leaf}"] = (codes.astype(np.float32) * scales).astype(BF16)
+    config = {
+        "model_type": "llama4_text",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_local_experts": EXPERTS,
+        "quantization_config": {"quant_method": "fbgemm_fp8"},
+    }
+    return write_one(folder, tensors, config), banks, layer
+
+
 def gpt_oss(folder: Path) -> tuple[Path, Arrays, str]:
     """gpt-oss: MXFP4 blocks [E, out, in/32, 16] with gate and up rows in turn; returns HF's banks in BF16."""
     layer, rng = "model.layers.0", np.random.default_rng(7)
@@ -216,6 +270,47 @@ def test_fp8_banks_are_decoded_and_respelled(tmp_path: Path) -> None:
         array(after["model.layers.3.moe.experts.2.up_proj.weight"]).view(np.uint8), codes[2].view(np.uint8)
     )
     np.testing.assert_array_equal(array(after["model.layers.3.moe.experts.2.up_proj.weight_scale"]), scales[2])
+
+
+def test_experts_with_one_scale_each(tmp_path: Path) -> None:
+    source, weights, layer = mistral4(tmp_path / "source")
+    requant.convert(source, tmp_path / "bf16", "BF16")
+    values = stored(tmp_path / "bf16")
+    for module, weight in weights.items():
+        np.testing.assert_array_equal(values[module], weight.astype(np.float64), module)
+    assert not any("scale" in name for name in read(tmp_path / "bf16"))
+    requant.convert(source, tmp_path / "fp8", "FP8")  # the format they are in, under compressed-tensors' names
+    before, after = read(source), read(tmp_path / "fp8")
+    for leaf in ("gate_proj", "up_proj"):
+        name = f"{layer}.mlp.experts.2.{leaf}"
+        scale = array(before[f"{layer}.mlp.experts.gate_up_proj_scale_inv"])[2].ravel()
+        np.testing.assert_array_equal(array(after[f"{name}.weight_scale"]), scale)
+        own = array(before[f"{layer}.mlp.experts.gate_up_proj_activation_scale"])[2:3]
+        np.testing.assert_array_equal(array(after[f"{name}.input_scale"]), own)
+    assert requant.compare(source, tmp_path / "fp8").exact
+    requant.convert(source, tmp_path / "nvfp4", "NVFP4")
+    assert requant.verify(tmp_path / "nvfp4", "data").ok
+
+
+def test_transposed_fp8_banks(tmp_path: Path) -> None:
+    source, banks, layer = llama_fp8(tmp_path / "source")
+    requant.convert(source, tmp_path / "bf16", "BF16")
+    after = read(tmp_path / "bf16")
+    for name, values in banks.items():
+        np.testing.assert_array_equal(array(after[name]).astype(np.float64), values.astype(np.float64))
+    requant.convert(source, tmp_path / "block", "FP8_BLOCK")
+    up = stored(tmp_path / "block")[f"{layer}.feed_forward.experts.1.up_proj"]
+    exact = banks[f"{layer}.feed_forward.experts.gate_up_proj"][1, :, INNER:].T.astype(np.float64)
+    assert 10 * np.log10(np.sum(exact**2) / np.sum((up - exact) ** 2)) > 28
+    assert requant.verify(tmp_path / "block", "data").ok
+    assert requant.compare(source, tmp_path / "block").unmatched == 0
+    # The format that they are in: turned over, code by code.
+    result = requant.convert(source, tmp_path / "channel", "FP8_DYNAMIC", exact="off")
+    assert result.to_json()["routes"] == {"exact": 3 * EXPERTS}
+    assert requant.compare(source, tmp_path / "channel").exact
+    codes = array(read(source)[f"{layer}.feed_forward.experts.down_proj"])[3].T
+    turned = array(read(tmp_path / "channel")[f"{layer}.feed_forward.experts.3.down_proj.weight"])
+    np.testing.assert_array_equal(turned.view(np.uint8), codes.view(np.uint8))
 
 
 @pytest.mark.parametrize("make", [qwen, llama, step])

@@ -10,7 +10,7 @@ from requant.dialects.compressed_tensors import COMPRESSED_TENSORS
 from requant.dialects.deepseek_v4 import DEEPSEEK_V4
 from requant.dialects.fp8 import FP8
 from requant.dialects.minimax import MINIMAX
-from requant.dialects.mistral import MISTRAL
+from requant.dialects.mistral import MISTRAL, MISTRAL_HF
 from requant.dialects.modelopt import MODELOPT
 
 OUTPUT_DIALECTS: Mapping[str, Dialect] = MappingProxyType(
@@ -19,7 +19,7 @@ OUTPUT_DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 """Name → dialect that requant writes."""
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
-    {**OUTPUT_DIALECTS, **{dialect.name: dialect for dialect in (DEEPSEEK_V4, MINIMAX, MISTRAL)}}
+    {**OUTPUT_DIALECTS, **{dialect.name: dialect for dialect in (DEEPSEEK_V4, MINIMAX, MISTRAL, MISTRAL_HF)}}
 )
 """Name → dialect that requant reads, in the order in which a weight is tried against them."""
 

@@ -47,9 +47,14 @@ class _Naming(NamedTuple):
     parts: Mapping[str, str]
 
 
+ACTIVATION_SCALE = "_activation_scale"
+"""What ends the name of the one part of a bank that has fewer than three dimensions."""
+
 _NAMINGS = (
     _Naming(
-        re.compile(r"(.+\.experts)\.((?:gate|up|down|gate_up)_proj|w[123])(|_blocks|_scales?|_scale_inv)"),
+        re.compile(
+            r"(.+\.experts)\.((?:gate|up|down|gate_up)_proj|w[123])(|_blocks|_scales?|_scale_inv|_activation_scale)"
+        ),
         "",
         {
             "": "weight",
@@ -57,6 +62,7 @@ _NAMINGS = (
             "_scales": "weight_scale",
             "_scale": "weight_scale",
             "_scale_inv": "weight_scale_inv",
+            ACTIVATION_SCALE: "input_scale",
         },
     ),
     _Naming(
@@ -80,14 +86,17 @@ class Banks:
         self._strange: list[TensorRef] = []
 
     def add(self, tensor: TensorRef) -> bool:
-        """Take a tensor (of three dimensions or more) if it is a part of a bank; tell whether it is."""
+        """Take a tensor if it is a part of a bank; tell whether it is.
+
+        To be asked for tensors of three dimensions or more, and for those that end in `ACTIVATION_SCALE`.
+        """
         for naming in _NAMINGS:
             match = naming.pattern.fullmatch(tensor.name)
             if match is not None:
                 parent, leaf, part = match.groups()
                 self._known.setdefault((parent, naming.below, leaf), {})[naming.parts[part]] = tensor
                 return True
-        if _BELOW_EXPERTS.fullmatch(tensor.name):
+        if len(tensor.shape) > 2 and _BELOW_EXPERTS.fullmatch(tensor.name):
             self._strange.append(tensor)
             return True
         return False
@@ -123,7 +132,7 @@ def _take_apart(
         return [Problem("orphan-part", f"no experts beside {where}", name, "restore them, or delete the stray tensor")]
     tensors = payload, *(part for part in parts.values() if part is not payload)
     experts = payload.shape[0]
-    if any(part.shape[0] != experts for part in tensors) or facts.experts not in (None, experts):
+    if any(part.shape[:1] != (experts,) for part in tensors) or facts.experts not in (None, experts):
         raise _RefusedError(f"the numbers of experts disagree: {facts.experts or '?'} in config.json, {experts} here")
     whole = facts.order == "interleaved"
     if whole and len(tensors) == 1 and payload.dtype in FLOAT_DTYPES:
@@ -135,7 +144,8 @@ def _take_apart(
     rows = payload.shape[2] if transposed else payload.shape[1]
     if rows % len(leaves):
         raise _RefusedError(f"{rows} rows are no two halves")
-    bank = Bank(name, tensors, stride=rows if transposed else 0, whole=whole)
+    own_names = len(tensors) > 1 and not payload.name.endswith(PAYLOADS)
+    bank = Bank(name, tensors, stride=rows if transposed else 0, whole=whole, own_names=own_names)
     weights: list[Weight | Problem] = []
     for place, own_leaf in enumerate(leaves):
         of_first = [
@@ -181,11 +191,12 @@ def _of_first_expert(
 
     ``rows`` are those that the bank's payload has for each expert.
     """
-    shape = part.shape[1], math.prod(part.shape[2:])
+    of_each = math.prod(part.shape[1:])
     item = part.nbytes // max(1, math.prod(part.shape))
     is_payload = suffix in PAYLOADS
-    if not is_payload and math.prod(shape) == 1:  # one scale for all of it
-        return "weight_scale", part._replace(shape=(1,), nbytes=item)
+    if not is_payload and of_each == 1:  # one scale for all of it
+        return suffix.removesuffix("_inv"), part._replace(shape=(1,), nbytes=item)
+    shape = part.shape[1], of_each // max(1, part.shape[1])
     if transposed:
         if not is_payload and shape[0] != 1:
             raise _RefusedError(f"{part.name} {list(part.shape)}: scales of blocks that lie transposed")
@@ -203,8 +214,14 @@ def _of_first_expert(
 def _of_every_expert(
     first: Weight, before: str, after: str, steps: Mapping[str, int], experts: int, bank: Bank
 ) -> Iterator[Weight]:
-    parts = [(part, steps[part.name], part.name.removeprefix(f"{before}0")) for part in first.parts]
+    parts, inputs = (
+        [(ref, steps[ref.name], ref.name.removeprefix(f"{before}0")) for ref in refs]
+        for refs in (first.parts, first.inputs)
+    )
     for expert in range(experts):
         name = f"{before}{expert}"
-        own = tuple([part._replace(name=name + tail, offset=part.offset + expert * step) for part, step, tail in parts])
-        yield first._replace(module=name + after, parts=own, bank=bank)
+        own, beside = (
+            tuple([ref._replace(name=name + tail, offset=ref.offset + expert * step) for ref, step, tail in refs])
+            for refs in (parts, inputs)
+        )
+        yield first._replace(module=name + after, parts=own, inputs=beside, bank=bank)

@@ -33,14 +33,16 @@ class Bank(NamedTuple):
     """What the weights of one bank (all experts of a layer in one tensor) have in common.
 
     ``tensors`` are the stored ones, the payload first. ``stride``: elements from one column of a weight to the next
-    where it lies transposed, else 0. ``whole``: engines do not take the experts apart. ``refusal`` says why this bank
-    is one weight of three dimensions or more; "" where it is meant to be, or is taken apart.
+    where it lies transposed, else 0. ``whole``: engines do not take the experts apart. ``own_names``: its parts have
+    names that no dialect has. ``refusal`` says why this bank is one weight of three dimensions or more; "" where it is
+    meant to be, or is taken apart.
     """
 
     name: str
     tensors: tuple[TensorRef, ...]
     stride: int = 0
     whole: bool = False
+    own_names: bool = False
     refusal: str = ""
 
 

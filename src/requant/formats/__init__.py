@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from requant.formats.base import FLOAT_DTYPES, NUMPY_BITS, Encoding, Format, Part, ScaleRule, Tile, ceil_div
 from requant.formats.dense import Dense
-from requant.formats.exact import ExactRoute, Pool
+from requant.formats.exact import ExactRoute, Pool, same_format
 from requant.formats.fp8 import Fp8Block, Fp8Channel, Fp8Tensor
 from requant.formats.int8 import Int8Channel
 from requant.formats.mxfp4 import Mxfp4
@@ -67,4 +67,5 @@ __all__ = [
     "Tile",
     "ceil_div",
     "format_named",
+    "same_format",
 ]

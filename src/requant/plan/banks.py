@@ -35,35 +35,24 @@ class BankPlan:
 
 def divide_banks(selection: Selection, renamed: Mapping[str, TensorRef | None]) -> tuple[BankPlan, list[Problem]]:
     """Find the banks that are copied whole: no weight of theirs is converted, and no part of one has a new name."""
-    apart = {weight.bank.name: weight.bank for weight in _staying(selection, converted=True) if weight.bank}
+    apart = {weight.bank.name: weight.bank for weight in _weights(selection, converted=True) if weight.bank}
     copied: dict[str, Bank] = {}
-    staying = [weight for weight in _staying(selection, converted=False) if weight.bank is not None]
-    for weight in staying:
-        assert weight.bank is not None
-        if any(part.name in renamed for part in (*weight.parts, *weight.inputs)):
-            apart[weight.bank.name] = weight.bank
-        else:
-            copied[weight.bank.name] = weight.bank
-    torn: dict[str, Weight] = {}
-    for weight in staying:
-        bank = weight.bank
-        if bank is not None and bank.name in apart and (bank.stride or bank.whole):
-            torn.setdefault(bank.name, weight)
-    why = {True: "which engines load as a whole", False: "where the experts lie transposed"}
-    problems = [
-        Problem(
-            "fused-split",
-            f"it would stay, and others of {name} would not, {why[bank.whole]}",
-            weight.module,
-            "convert or ignore all experts of the layer alike",
-        )
-        for name, weight in torn.items()
-        if (bank := weight.bank) is not None
-    ]
-    return BankPlan({name: bank for name, bank in copied.items() if name not in apart}, apart), problems
+    staying = [(weight, weight.bank) for weight in _weights(selection, converted=False) if weight.bank is not None]
+    for weight, bank in staying:
+        renamed_part = any(part.name in renamed for part in (*weight.parts, *weight.inputs))
+        (apart if renamed_part or (bank.own_names and not bank.whole) else copied)[bank.name] = bank
+    problems: dict[str, Problem] = {}
+    for weight, bank in staying:
+        if bank.name not in apart or bank.name in problems or not (bank.stride or bank.whole):
+            continue
+        why = "engines load its bank as a whole" if bank.whole else "in its bank the experts lie transposed"
+        message = f"it would stay as it is, in names that the output does not have or apart from others, but {why}"
+        remedy = "convert all experts of the layer, or ignore all"
+        problems[bank.name] = Problem("fused-split", message, weight.module, remedy)
+    return BankPlan({name: bank for name, bank in copied.items() if name not in apart}, apart), list(problems.values())
 
 
-def _staying(selection: Selection, *, converted: bool) -> Iterator[Weight]:
+def _weights(selection: Selection, *, converted: bool) -> Iterator[Weight]:
     """Yield the weights that are converted, or those that are not."""
     if converted:
         groups: Iterable[list[Weight]] = selection.converted.values()

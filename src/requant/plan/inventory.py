@@ -9,7 +9,7 @@ import numpy as np
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
-from requant.dialects.banks import Banks, ExpertFacts
+from requant.dialects.banks import ACTIVATION_SCALE, Banks, ExpertFacts
 from requant.dialects.recognise import MAYBE_PARTS, PART_SUFFIXES, Recogniser, Weight, stray_scale
 from requant.errors import Problem
 from requant.families.family import Family, family_of
@@ -39,7 +39,7 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
     banks = Banks()
     for shard in checkpoint.shards:
         for tensor in shard.tensors:
-            if len(tensor.shape) > 2 and banks.add(tensor):
+            if (len(tensor.shape) > 2 or tensor.name.endswith(ACTIVATION_SCALE)) and banks.add(tensor):
                 continue
             module, _, suffix = tensor.name.rpartition(".")
             if suffix in PART_SUFFIXES and module:

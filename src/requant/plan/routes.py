@@ -8,7 +8,7 @@ from typing import Literal
 
 from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import DEFAULT_DTYPE, Weight
-from requant.formats import EXACT_ROUTES, NUMPY_BITS, TO_DENSE, ExactRoute, Format, ScaleRule, format_named
+from requant.formats import EXACT_ROUTES, NUMPY_BITS, TO_DENSE, ExactRoute, Format, ScaleRule, format_named, same_format
 from requant.recipe.recipe import Arithmetic, Exact, Recipe
 
 RouteKind = Literal["exact", "reference", "float32"]
@@ -85,6 +85,8 @@ def _route(
     shortcut = None
     if exact != "off":
         shortcut = TO_DENSE.get((source, DEFAULT_DTYPE)) if target == "dense" else EXACT_ROUTES.get((source, target))
+    if source == target:
+        shortcut = same_format()
     if shortcut is not None and shortcut.holds is not None and through == "F16":
         shortcut = None  # the scales of weights that qualify need not be in F16's range
     if target == "dense":

@@ -68,7 +68,8 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
             target = targets[id(rule)]
             if weight.bank is not None and weight.bank.whole:
                 target = decoding[target]
-            if weight.format != target.format:
+            turned = weight.bank is not None and weight.bank.stride and weight.format != "dense"
+            if weight.format != target.format or turned:
                 if weight.shape[1] % widths[target] == 0:
                     found.converted[target].append(weight)
                     continue
