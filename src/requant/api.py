@@ -20,7 +20,7 @@ from requant.execute.tiles import Values
 from requant.execute.workers import default_workers
 from requant.formats import ScaleRule
 from requant.plan.plan import Plan, make_plan
-from requant.recipe.recipe import Arithmetic, Exact, OverSpan, make_recipe
+from requant.recipe.recipe import Arithmetic, Exact, OverSpan, Recipe, adapted, make_recipe
 
 if TYPE_CHECKING:  # a conversion starts without them
     from requant.checks.compare import Comparison
@@ -52,8 +52,9 @@ class ConvertResult:
 def convert(
     src: StrPath,
     dst: StrPath,
-    scheme: str,
+    scheme: str | None = None,
     *,
+    recipe: StrPath | None = None,
     target: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     exact: Exact = "auto",
@@ -70,23 +71,25 @@ def convert(
     restart: bool = False,
     progress: Progress = unwatched,
 ) -> ConvertResult:
-    """Write the checkpoint in folder ``src`` to folder ``dst``, its weights under ``scheme``.
+    """Write the checkpoint in folder ``src`` to folder ``dst``, its weights under ``scheme``, or as a ``recipe`` says.
 
-    ``target`` and ``ignore`` are LLM Compressor's patterns. ``exact``: take exact routes where they exist
-    (auto), never (off), or refuse to round a microscaled source (required). ``scale``: scales from the largest
-    magnitude (amax), by a search for the least error (mse), or powers of two (pow2). ``input_scale``: where scales
-    of activations come from that NVFP4 and FP8 store: ``constant:VALUE``, ``bound``, or the path of a
-    checkpoint that has some or of a JSON file with amax by module. Weights that have scales of their own keep
-    them under ``constant``. ``dialect``: the output's. ``family``: whose facts say
-    which modules are fused, by name or as a YAML file, where config.json's model_type does not. Output shards larger
-    than ``max_shard_size`` (``50GB``, or a number of bytes) are split.
+    A recipe is one of those that come with requant, or a YAML file; it has rules in place of ``target`` and
+    ``ignore``, and those options below that are not their defaults go before what it says. ``target`` and ``ignore``
+    are LLM Compressor's patterns. ``exact``: take exact routes where they exist (auto), never (off), or refuse to
+    round a microscaled source (required). ``scale``: scales from the largest magnitude (amax), by a search for the
+    least error (mse), or powers of two (pow2). ``input_scale``: where scales of activations come from that NVFP4 and
+    FP8 store: ``constant:VALUE``, ``bound``, or the path of a checkpoint that has some or of a JSON file with amax by
+    module. Weights that have scales of their own keep them under ``constant``. ``dialect``: the output's. ``family``:
+    whose facts say which modules are fused, by name or as a YAML file, where config.json's model_type does not.
+    Output shards larger than ``max_shard_size`` (``50GB``, or a number of bytes) are split.
     ``dry_run``: plan from headers only; with ``scan`` read the scales of quantized sources, too. An interrupted
     job continues where it was; ``restart`` discards it. Whatever stands in the way is in the error that is raised
     before anything is written; only a NaN or Inf among the values themselves comes to light later.
     """
     started = time.monotonic()
-    recipe = make_recipe(
+    wish = _wish(
         scheme,
+        recipe,
         _texts(target),
         _texts(ignore),
         exact=exact,
@@ -103,7 +106,7 @@ def convert(
         source, destination = existing_folder(src), Path(dst)
         _check_apart(source, destination)
     with os_errors(), open_checkpoint(source) as checkpoint:
-        plan = make_plan(checkpoint, recipe)
+        plan = make_plan(checkpoint, wish)
         if plan.problems:
             raise CheckpointError(plan.problems, plan.to_json())
         values = None
@@ -137,6 +140,24 @@ def inspect(src: StrPath) -> Inspection:
         return inspect_checkpoint(checkpoint)
 
 
+def recipes() -> dict[str, str]:
+    """Return the recipes that come with requant: name → description."""
+    import yaml
+
+    from requant.recipe.file import library
+
+    return {name: yaml.safe_load(text)["description"] for name, text in library().items()}
+
+
+def recipe_text(name: str) -> str:
+    """Return the YAML of a recipe that comes with requant."""
+    from requant.recipe.file import library
+
+    if name not in library():
+        raise CallError(Problem("bad-option", f"unknown recipe {name!r}", remedy=f"one of {', '.join(library())}"))
+    return library()[name]
+
+
 def family_init(src: StrPath) -> FamilyDraft:
     """Draft the facts on a model's family from the names in folder ``src``: what engines may fuse into one layer."""
     from requant.plan.family_draft import draft_family
@@ -166,6 +187,21 @@ def verify(
         notes = [Problem("index-mismatch", note) for note in found.notes]
         return Verification(found.state, found.problems + notes, [])
     return found
+
+
+def _wish(scheme: str | None, recipe: StrPath | None, target: list[str], ignore: list[str], **options: Any) -> Recipe:
+    """Return the recipe that a call spells out, or names."""
+    if (scheme is None) == (recipe is None):
+        raise CallError(Problem("bad-option", "give either a scheme or a recipe", remedy="--scheme S or --recipe R"))
+    if recipe is None:
+        assert scheme is not None
+        return make_recipe(scheme, target, ignore, **options)
+    from requant.recipe.file import recipe_named
+
+    if target or ignore:
+        message = "a recipe has rules of its own, in place of --target and --ignore"
+        raise CallError(Problem("bad-option", message, remedy="add a rule to a copy of the recipe"))
+    return adapted(recipe_named(os.fspath(recipe)), **options)
 
 
 def _worker_count(workers: int | None) -> int:

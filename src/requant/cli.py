@@ -30,6 +30,8 @@ app = typer.Typer(
 
 family_app = typer.Typer(help="Facts on model families: what engines fuse into one layer.", no_args_is_help=True)
 app.add_typer(family_app, name="family")
+recipes_app = typer.Typer(help="The recipes that come with requant.")
+app.add_typer(recipes_app, name="recipes")
 
 Src = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
@@ -49,7 +51,13 @@ def inspect(src: Src, as_json: Json = False) -> None:
 def convert(
     src: Src,
     dst: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder for the output.")],
-    scheme: Annotated[str, typer.Option(help="LLM Compressor's name: FP8_BLOCK, NVFP4, W4A16 …; BF16 dequantizes.")],
+    scheme: Annotated[
+        str | None, typer.Option(help="LLM Compressor's name: FP8_BLOCK, NVFP4, W4A16 …; BF16 dequantizes.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Rules in place of a scheme: see `requant recipes`, or a YAML file."),
+    ] = None,
     target: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="What to convert; default: Linear. Repeatable."),
@@ -112,6 +120,7 @@ def convert(
             src,
             dst,
             scheme,
+            recipe=recipe,
             target=target or (),
             ignore=ignore or (),
             exact=exact,
@@ -184,6 +193,28 @@ def family_init(src: Src, as_json: Json = False) -> None:
         from requant import api, render
 
         report(api.family_init(src).to_json(), render.family_draft)
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context, as_json: Json = False) -> None:
+    """List the recipes that come with requant."""
+    if context.invoked_subcommand is not None:
+        return
+    with _reporting(as_json) as report:
+        from requant import api, render
+
+        report({"ok": True, "recipes": api.recipes(), "problems": [], "notes": []}, render.recipes)
+
+
+@recipes_app.command("show")
+def recipes_show(
+    name: Annotated[str, typer.Argument(help="Name of the recipe.", show_default=False)], as_json: Json = False
+) -> None:
+    """Print a recipe's YAML."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+
+        report({"ok": True, "yaml": api.recipe_text(name), "problems": [], "notes": []}, render.family_draft)
 
 
 @app.command()

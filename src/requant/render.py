@@ -118,6 +118,13 @@ def family_draft(document: Mapping[str, Any]) -> None:
     print(document["yaml"], end="")
 
 
+def recipes(document: Mapping[str, Any]) -> None:
+    """Print the names of recipes, and what each is for."""
+    out = _console()
+    for name, description in document["recipes"].items():
+        out.print(f"[bold]{_plain(name)}[/bold]\n  {_plain(description)}")
+
+
 def skeleton(document: Mapping[str, Any]) -> None:
     """Print what a checkpoint that has been made consists of."""
     made = f"{document['tensors']:,} tensors, {document['bytes']:,} bytes in {document['shards']} shards"

@@ -71,6 +71,23 @@ def test_full_size_kimi_k3s_experts_become_nvfp4(full_size_k3: Path) -> None:
     assert (found["bytes_out"], found["tensors_out"]) == (1_645_947_954_176, 991_812)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "converted", "kept"),
+    [
+        ("kimi-k3-fp8-attention-shared", {"FP8_DYNAMIC": 858}, 117),
+        ("kimi-k3-fp8-block-vllm", {"FP8_BLOCK": 247_575}, 184),
+    ],
+)
+def test_recipes_convert_what_the_published_checkpoints_do(
+    full_size_k3: Path, recipe: str, converted: dict[str, int], kept: int
+) -> None:
+    """579 weights of attention, 279 of shared experts and the dense layer; or all but the latent projections."""
+    found = full_size(full_size_k3, "--recipe", recipe)
+    assert found["converted"] == converted
+    with_reason = {reason: count for reason, count in found["kept_reasons"].items() if " " in reason}
+    assert sum(count for reason, count in with_reason.items() if "ignored" not in reason) == kept
+
+
 def test_reading_and_writing_add_up(small_k3: Path, tmp_path: Path) -> None:
     found = plan(small_k3, tmp_path, ignore=demo.IGNORE)
     requant.convert(small_k3, tmp_path / "dst", "FP8_BLOCK", ignore=demo.IGNORE)

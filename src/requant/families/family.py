@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from requant.errors import CallError, Problem
+from requant.yaml_text import compose, malformed
 
 Members = tuple[str, ...]
 
@@ -71,25 +72,11 @@ def family_named(name: str) -> Family:
 
 def parse_family(file: str, text: str) -> Family:
     """Parse the text of a family's YAML ``file``; CallError, with file and line, where it is not one."""
-    import yaml
-
-    try:
-        top = yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        raise _malformed(file, mark.line + 1 if mark else 0, error.problem or str(error)) from None
-    except RecursionError:
-        raise _malformed(file, 0, "nested too deeply") from None
-    except yaml.YAMLError as error:  # a character that YAML does not allow has no line
-        raise _malformed(file, 0, " ".join(str(error).split())) from None
-    if not isinstance(top, yaml.MappingNode):
-        raise _malformed(file, 1, f"it is no mapping with the keys {', '.join(_KEYS)}")
+    top = compose("family", file, text)
     found: dict[str, Any] = {}
     for key, value in top.value:
         if key.value not in _KEYS:
             raise _malformed(file, key.start_mark.line + 1, f"its keys are {', '.join(_KEYS)}, not {key.value!r}")
-        if key.value in found:
-            raise _malformed(file, key.start_mark.line + 1, f"{key.value} is there twice")
         found[key.value] = value
     types = _names(file, found["model_types"]) if "model_types" in found else ()
     fused = tuple(_group(file, node) for node in _items(file, found["fused"])) if "fused" in found else ()
@@ -162,5 +149,4 @@ def _items(file: str, node: Any) -> list[Any]:
 
 
 def _malformed(file: str, line: int, what: str) -> CallError:
-    place = f"{file}, line {line}" if line else file
-    return CallError(Problem("bad-option", f"family {place}: {what}", remedy="correct the file"))
+    return malformed("family", file, line, what)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import Problem
-from requant.families.roles import Templates, role_of
+from requant.families.roles import Role, Templates, role_of
 from requant.formats import format_named
 from requant.recipe.patterns import LINEAR, first_matches
 from requant.recipe.recipe import Recipe, Rule
@@ -58,7 +58,7 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
     found = Selection()
     targets = _targets(recipe)
     decoding = _decoding(targets.values(), weights)
-    chooser = _Chooser(recipe.rules, weights, experts)
+    chooser = _Chooser(recipe, weights, experts)
     widths = {target: format_named(target.format).multiple for target in (*targets.values(), *decoding.values())}
     for target in widths:
         found.converted[target], found.respelled[target], found.already[target] = [], [], []
@@ -124,8 +124,8 @@ def _decoding(targets: Collection[Target], weights: Iterable[Weight]) -> dict[Ta
 class _Chooser:
     """Applies the rules, and remembers which of their patterns were of use."""
 
-    def __init__(self, rules: Sequence[Rule], weights: Sequence[Weight], experts: int | None) -> None:
-        self._rules, self._experts = rules, experts
+    def __init__(self, recipe: Recipe, weights: Sequence[Weight], experts: int | None) -> None:
+        self._recipe, self._experts = recipe, experts
         modules = [weight.module for weight in weights]
         self._steps = [
             (
@@ -133,11 +133,12 @@ class _Chooser:
                 first_matches([pattern for pattern in rule.patterns if pattern.text != LINEAR], modules),
                 any(pattern.text == LINEAR for pattern in rule.patterns),
             )
-            for rule in rules
+            for rule in recipe.rules
         ]
-        self._roles: dict[tuple[str, str, tuple[int, ...]], str] = {}
+        self._roles: dict[tuple[str, str, tuple[int, ...]], Role] = {}
         self._templates = Templates()
         self._used: set[str] = set()
+        self._reached: set[int] = set()
         self._overridden: Counter[str] = Counter()
 
     def choose(self, weight: Weight) -> tuple[Rule | None, str]:
@@ -147,31 +148,43 @@ class _Chooser:
             pattern = named.get(module)
             if pattern is not None:
                 self._used.add(pattern.text)
-            elif not linear:
+            elif not linear and not (rule.roles and self._role(module, shape).name in rule.roles):
                 continue
+            self._reached.add(id(rule))
             if rule.scheme is None:
                 return rule, rule.reason
-            keep = self._keep(module, shape)
+            keep = self._role(module, shape).keep
             if keep and pattern is not None and len(shape) == 2:
                 self._overridden[keep] += 1
                 keep = ""
             return rule, keep or ("empty" if 0 in shape else "")
         return None, "not-targeted"
 
-    def _keep(self, module: str, shape: tuple[int, ...]) -> str:
-        """Return the default keep of a module; thought about once for all that differ in their numbers only."""
+    def _role(self, module: str, shape: tuple[int, ...]) -> Role:
+        """Return the role of a module; thought about once for all that differ in their numbers only."""
         parent, _, leaf = module.rpartition(".")
         key = self._templates.of(parent), leaf, shape
-        keep = self._roles.get(key)
-        if keep is None:
-            keep = self._roles[key] = role_of(self._templates.of(module), shape, self._experts).keep
-        return keep
+        role = self._roles.get(key)
+        if role is None:
+            role = self._roles[key] = role_of(self._templates.of(module), shape, self._experts)
+        return role
 
     def report(self, found: Selection, weights: Iterable[Weight]) -> None:
         """Add what there is to say about the patterns themselves."""
         for role, count in self._overridden.items():
             found.notes.append(f"{count} {role} weights, kept by default, are named by a target")
-        for rule, pattern in ((step, pattern) for step in self._rules for pattern in step.patterns):
+        if self._recipe.name is not None:
+            found.problems += [
+                Problem(
+                    "target-matches-nothing",
+                    f"rule {place} of the recipe {self._recipe.name} ({rule.scheme.name}) names no weight",
+                    remedy="is it meant for this model? Compare with `requant inspect`",
+                )
+                for place, rule in enumerate(self._recipe.rules, start=1)
+                if rule.scheme is not None and id(rule) not in self._reached
+            ]
+            return
+        for rule, pattern in ((step, pattern) for step in self._recipe.rules for pattern in step.patterns):
             if pattern.text == LINEAR or pattern.text in self._used:
                 continue
             if any(pattern.matches(weight.module) for weight in weights):

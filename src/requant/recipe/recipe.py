@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from requant.dialects import OUTPUT_DIALECTS
+from requant.dialects import OUTPUT_DIALECTS, Dialect
 from requant.errors import CallError, Problem
 from requant.families.family import Family, family_named
 from requant.formats import ScaleRule
@@ -25,13 +25,14 @@ class Rule:
     """What becomes of the modules that ``patterns`` name: they go under ``scheme``, or (None) stay as they are.
 
     ``exact``: take exact routes where they exist (auto), never (off), or refuse any rounding of a microscaled
-    source (required). ``reason`` says why modules are kept.
+    source (required). ``reason`` says why modules are kept. ``roles`` (of `requant.families.roles`) name modules, too.
     """
 
     patterns: tuple[Pattern, ...]
     scheme: Scheme | None
     exact: Exact = "auto"
     reason: str = ""
+    roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Recipe:
     ``on_over_span``: what an exact route does with a region that it cannot hold. ``arithmetic``: LLM
     Compressor's, in the weight's dtype, or float32 for everything that rounds. ``scale``: how scales are found.
     ``dialect`` is that of the output, ``family`` stands in for the one that config.json names. Shards of more than
-    ``max_shard_size`` bytes of data are split (None: none is).
+    ``max_shard_size`` bytes of data are split (None: none is). One from a file has a ``name``, and may say for which
+    ``engine`` it is meant.
     """
 
     rules: tuple[Rule, ...]
@@ -52,11 +54,18 @@ class Recipe:
     dialect: str = "compressed-tensors"
     family: Family | None = None
     max_shard_size: int | None = None
+    name: str | None = None
+    engine: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything that makes this recipe differ from another."""
         rules = [
-            [[pattern.text for pattern in rule.patterns], rule.scheme and rule.scheme.name, rule.exact]
+            [
+                [pattern.text for pattern in rule.patterns],
+                sorted(rule.roles),
+                rule.scheme and rule.scheme.name,
+                rule.exact,
+            ]
             for rule in self.rules
         ]
         source = self.input_scale
@@ -121,7 +130,7 @@ def make_recipe(
     except CallError as error:
         problems += error.problems
     if preset is not None and dialect in OUTPUT_DIALECTS:
-        problems += _unspeakable(preset, dialect)
+        problems += unspeakable(preset, OUTPUT_DIALECTS[dialect])
     if problems or preset is None:
         raise CallError(problems)
     count = len(targets) or 1
@@ -129,11 +138,30 @@ def make_recipe(
     return Recipe(rules, on_over_span, arithmetic, scale, source, dialect, facts, largest)
 
 
-def _unspeakable(scheme: Scheme, dialect_name: str) -> list[Problem]:
+def adapted(recipe: Recipe, **options: Any) -> Recipe:
+    """Return a recipe with the words of a call in place of its own where they are not the defaults."""
+    words = make_recipe("BF16", **options)  # checks them
+    plain = Recipe(())
+    changed = {
+        name: getattr(words, name)
+        for name in ("on_over_span", "arithmetic", "scale", "input_scale", "dialect", "family", "max_shard_size")
+        if getattr(words, name) != getattr(plain, name)
+    }
+    rules = recipe.rules
+    if words.rules[-1].exact != "auto":
+        rules = tuple(replace(rule, exact=words.rules[-1].exact) for rule in rules)
+    found = replace(recipe, rules=rules, **changed)
+    schemes = {rule.scheme.name: rule.scheme for rule in rules if rule.scheme is not None}
+    problems = [fault for scheme in schemes.values() for fault in unspeakable(scheme, OUTPUT_DIALECTS[found.dialect])]
+    if problems:
+        raise CallError(problems)
+    return found
+
+
+def unspeakable(scheme: Scheme, dialect: Dialect) -> list[Problem]:
     """Return the problem of a scheme that a dialect has no way to write."""
-    dialect = OUTPUT_DIALECTS[dialect_name]
     if can_write(dialect, scheme):
         return []
     can = [name for name, other in SCHEMES.items() if can_write(dialect, other)]
-    message = f"the dialect {dialect_name} has no way to write {scheme.name}"
+    message = f"the dialect {dialect.name} has no way to write {scheme.name}"
     return [Problem("bad-option", message, remedy=f"it has {', '.join(can)}")]
