@@ -88,14 +88,7 @@ def check_against(converted: Checkpoint, source: Checkpoint, workers: int, progr
     pairs = pair_up(source, converted)
     dtype = source_of(source).dtype
     found = _Findings()
-    for weight in pairs.only_a:
-        message = f"{_described(weight)} of the source is not there"
-        found.problems.append(Problem("missing-part", message, weight.module, _AGAIN))
-    for weight in pairs.only_b:
-        message = f"{_described(weight)} is not in the source"
-        found.problems.append(Problem("orphan-part", message, weight.module, "delete it, or convert again"))
-    for before, after in pairs.reshaped:
-        found.problems.append(_problem(after, f"the source has {_described(before)}, here is {_described(after)}"))
+    found.problems += [_counterpart(before, after) for before, after in pairs.apart]
 
     def look_at(pair: Pair, scratch: Scratch) -> None:
         if pair.a.format == pair.b.format:
@@ -113,6 +106,16 @@ def check_against(converted: Checkpoint, source: Checkpoint, workers: int, progr
         run_parallel(pairs.together, look_at, workers)
     found.problems += _too_wide(found.pooled)
     return sorted(found.problems, key=lambda problem: problem.module)
+
+
+def _counterpart(before: Weight | None, after: Weight | None) -> Problem:
+    if before is None and after is not None:
+        message = f"{_described(after)} is not in the source"
+        return Problem("orphan-part", message, after.module, "delete it, or convert again")
+    assert before is not None
+    if after is None:
+        return Problem("missing-part", f"{_described(before)} of the source is not there", before.module, _AGAIN)
+    return _problem(after, f"the source has {_described(before)}, here is {_described(after)}")
 
 
 def _problem(weight: Weight, what: str) -> Problem:

@@ -106,11 +106,14 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, progress: Pr
 
 def _note_unmatched(pairs: Pairs, result: Comparison) -> None:
     """Let the notes name what has no partner."""
-    unmatched = [f"{weight.module} is in the first only" for weight in pairs.only_a]
-    unmatched += [
-        f"{a.module} is {list(a.shape)} in the first, {list(b.shape)} in the second" for a, b in pairs.reshaped
-    ]
-    unmatched += [f"{weight.module} is in the second only" for weight in pairs.only_b]
+    unmatched = []
+    for a, b in pairs.apart:
+        if a is not None and b is not None:
+            unmatched.append(f"{a.module} is {list(a.shape)} in the first, {list(b.shape)} in the second")
+        elif a is not None:
+            unmatched.append(f"{a.module} is in the first only")
+        elif b is not None:
+            unmatched.append(f"{b.module} is in the second only")
     result.unmatched = len(unmatched)
     result.notes += unmatched[:20]
     if len(unmatched) > 20:

@@ -31,12 +31,13 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True)
 class Pairs:
-    """What two checkpoints hold under the same names and in the same shapes, and what they do not."""
+    """What two checkpoints hold under the same names and in the same shapes, and what they do not.
+
+    Of the latter, either both have it, in two shapes, or one has it and the other (None) has not.
+    """
 
     together: list[Pair] = field(default_factory=list)
-    reshaped: list[Pair] = field(default_factory=list)
-    only_a: list[Weight] = field(default_factory=list)
-    only_b: list[Weight] = field(default_factory=list)
+    apart: list[tuple[Weight | None, Weight | None]] = field(default_factory=list)
 
 
 def source_of(checkpoint: Checkpoint) -> SourceConfig:
@@ -56,13 +57,11 @@ def pair_up(a: Checkpoint, b: Checkpoint) -> Pairs:
     found = Pairs()
     for module, weight in left.items():
         partner = right.pop(module, None)
-        if partner is None:
-            found.only_a.append(weight)
-        elif partner.shape != weight.shape:
-            found.reshaped.append(Pair(weight, partner))
-        else:
+        if partner is not None and partner.shape == weight.shape:
             found.together.append(Pair(weight, partner))
-    found.only_b += right.values()
+        else:
+            found.apart.append((weight, partner))
+    found.apart += ((None, weight) for weight in right.values())
     return found
 
 

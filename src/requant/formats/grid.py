@@ -4,8 +4,7 @@ An encoder takes a scale s from a region's largest magnitude, divides by it and 
 lies within half a gap of its code, times s. To that adds:
 
 - what is rounded on the way: under LLM Compressor's arithmetic the quotient, to the dtype of the weight, by up to 2^-8
-  (BF16) of its power of two. In asymmetric integers the sum with the zero point, at most 16, and the zero point
-  itself are rounded, too: 32 times that, in scales, covers all.
+  (BF16) of its power of two. In asymmetric integers the sum with the zero point, below 8, is rounded as well.
 - what lies beyond the last code. A scale is rounded, by half a step of its dtype, so that the largest magnitude need
   not become the last code; and a search for the least error may cut it off on purpose.
 
@@ -135,7 +134,7 @@ def integers(bits: int, group: int, scales: Tile, zeros: NDArray[np.float32] | N
         0.0,
         0.5,
         rounding=ROUNDING[dtype],
-        offset=0.0 if zeros is None else 32 * ROUNDING[dtype],
+        offset=0.0 if zeros is None else 4 * _MARGIN * ROUNDING[dtype],
         clip=range_ * (_MARGIN / shrunk - 1) + 1,
         cut=levels * SMALLEST[scales.dtype] / 2,
         coarsest=_MARGIN * widened * 2 / levels,
