@@ -132,6 +132,7 @@ def test_pair(
     result = requant.convert(src, tmp_path / "dst", scheme, dialect=dialect).to_json()
     after, target = stored(tmp_path / "dst"), scheme_named(scheme).format
     comparison = requant.compare(src, tmp_path / "dst").total
+    assert requant.verify(tmp_path / "dst", against=src).problems == []
     own = source.startswith("NVFP4") and target == "nvfp4" and ("modelopt" in source) == (dialect == "modelopt")
     if own or target in EXACT.get(source, ()):
         assert comparison.differing == 0

@@ -170,11 +170,15 @@ def verify(
     src: StrPath,
     level: Level = "scales",
     *,
+    against: StrPath | None = None,
     strict: bool = False,
     workers: int | None = None,
     progress: Progress = unwatched,
 ) -> Verification:
     """Check the checkpoint in folder ``src``: headers and config, all scales on top, or all data.
+
+    ``against``: the folder of the checkpoint that it was made of. Every tensor and every value is then accounted for:
+    what was kept has its bytes, a weight that changed its format lies within that format's bound.
 
     Nothing that is wrong with it is raised: it is in the result. ``strict`` makes the notes problems.
     """
@@ -182,7 +186,8 @@ def verify(
 
     with os_errors():
         folder = existing_folder(src)
-        found = verify_folder(folder, level, _worker_count(workers), progress)
+        source = None if against is None else existing_folder(against)
+        found = verify_folder(folder, level, _worker_count(workers), progress, source)
     if strict:
         notes = [Problem("index-mismatch", note) for note in found.notes]
         return Verification(found.state, found.problems + notes, [])

@@ -146,6 +146,10 @@ def verify(
     headers: Annotated[bool, typer.Option("--headers", help="Headers, index and config only.")] = False,
     scales: Annotated[bool, typer.Option("--scales", help="And every scale (the default).")] = False,
     data: Annotated[bool, typer.Option("--data", help="And every value.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="SRC", help="And that it is what a conversion of SRC may have made: reads all of both."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Notes count as problems.")] = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -160,7 +164,7 @@ def verify(
         level: Literal["headers", "scales", "data"] = "headers" if headers else "data" if data else "scales"
         if level != "headers":
             _announce_compilation()
-        found = api.verify(src, level, strict=strict, workers=workers, progress=progress)
+        found = api.verify(src, level, against=against, strict=strict, workers=workers, progress=progress)
         report(found.to_json(), render.verification, 0 if found.ok else 1)
 
 

@@ -241,7 +241,7 @@ def test_experts_become_weights_of_their_own(tmp_path: Path, make: Any, scheme: 
     assert result.to_json()["converted"][scheme] >= len(experts)
     assert not any("gate_up_proj" in name for name in read(tmp_path / "out"))
     assert_others_kept(source, tmp_path / "out")
-    assert requant.verify(tmp_path / "out", "data").ok
+    assert requant.verify(tmp_path / "out", "data", against=source).ok
     assert requant.compare(source, tmp_path / "out").unmatched == 0
 
 
@@ -354,6 +354,8 @@ def test_unquantized_llama_experts_lie_in_banks_again(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bank[e], np.concatenate([gate, up]).T)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert requant.compare(tmp_path / "fp8", tmp_path / "out").unmatched == 0
+    assert requant.verify(tmp_path / "out", against=tmp_path / "fp8").ok
+    assert requant.verify(tmp_path / "fp8", against=source).ok
 
 
 @pytest.mark.parametrize("scheme", ["BF16", "FP8_BLOCK", "NVFP4"])
@@ -373,7 +375,8 @@ def test_gpt_oss_is_decoded_into_the_banks_of_its_model(tmp_path: Path, scheme: 
     else:
         assert any("decoded" in note for note in result["notes"])
         assert any("experts" in pattern for pattern in config["quantization_config"]["ignore"])
-    assert requant.verify(tmp_path / "out", "data").ok
+    assert requant.verify(tmp_path / "out", "data", against=source).ok
+    assert requant.compare(source, tmp_path / "out").unmatched == 0
 
 
 def test_gpt_oss_experts_can_be_kept(tmp_path: Path) -> None:
@@ -382,6 +385,20 @@ def test_gpt_oss_experts_can_be_kept(tmp_path: Path) -> None:
     before, after = read(source), read(tmp_path / "out")
     kept = [name for name in before if ".experts." in name]
     assert kept and all(after[name] == before[name] for name in kept)
+    assert requant.verify(tmp_path / "out", against=source).ok
+
+
+@pytest.mark.parametrize("make", [qwen, llama, step, gpt_oss])
+def test_a_wrong_value_in_a_bank_is_found_against_its_source(tmp_path: Path, make: Any) -> None:
+    source, _, _ = make(tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "BF16" if make is gpt_oss else "FP8_DYNAMIC")
+    arrays = {name: array(tensor).copy() for name, tensor in read(source).items()}
+    name = next(name for name in arrays if "down_proj" in name and arrays[name].ndim >= 3)
+    arrays[name].view(np.uint8)[2, 1] ^= 0x44
+    other = write_one(tmp_path / "other", arrays, json.loads((source / "config.json").read_text()))
+    found = [problem.module for problem in requant.verify(tmp_path / "out", against=other).problems]
+    assert len(found) == 1
+    assert ".experts.2.down_proj" in found[0]
 
 
 def test_a_layout_that_the_sizes_leave_open_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,19 @@ class Verification:
         return {"ok": self.ok, "state": self.state, "problems": problems, "notes": self.notes}
 
 
-def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) -> Verification:
-    """Verify the checkpoint in ``folder``: its headers, and on top of that all scales, or all data."""
+def verify_folder(
+    folder: Path, level: Level, workers: int, progress: Progress, against: Path | None = None
+) -> Verification:
+    """Verify the checkpoint in ``folder``: its headers, and on top of that all scales, or all data.
+
+    ``against``: and whether it is what a conversion may have made of the checkpoint in that folder. What is wrong with
+    that one is a CheckpointError.
+    """
     if level not in get_args(Level):
         raise CallError(Problem("bad-option", f"level {level!r}", remedy=f"one of {', '.join(get_args(Level))}"))
+    if against is not None and level == "headers":
+        remedy = "leave --headers away, or --against"
+        raise CallError(Problem("bad-option", "--against reads all data, --headers none", remedy=remedy))
     try:
         journal = read_journal(folder)
     except CallError as error:
@@ -63,11 +73,27 @@ def verify_folder(folder: Path, level: Level, workers: int, progress: Progress) 
         return Verification("in-progress", [Problem("missing-part", message, "config.json", remedy)], [])
     complete = any((folder / file).is_file() for file in CONFIG_FILES)
     state: State = "complete" if complete else "foreign"
-    try:
-        with open_checkpoint(folder) as checkpoint:
-            return _verify(checkpoint, state, level, workers, progress)
-    except CheckpointError as error:
-        return Verification(state, list(error.problems), [])
+    with contextlib.ExitStack() as stack:
+        source = None if against is None else stack.enter_context(open_checkpoint(against))
+        if source is not None:
+            _check_whole(source)
+        try:
+            checkpoint = stack.enter_context(open_checkpoint(folder))
+            found = _verify(checkpoint, state, level, workers, progress)
+            if source is not None and not any(problem.code != "nan-or-inf" for problem in found.problems):
+                from requant.checks.against import check_against
+
+                found.problems.extend(check_against(checkpoint, source, workers, progress))
+        except CheckpointError as error:
+            return Verification(state, list(error.problems), [])
+    return found
+
+
+def _check_whole(source: Checkpoint) -> None:
+    """Raise CheckpointError if the weights of what is compared with are not whole themselves."""
+    problems = take_inventory(source, parse_config(source.config, source.config_file)).problems
+    if problems:
+        raise CheckpointError(problems)
 
 
 def _verify(checkpoint: Checkpoint, state: State, level: Level, workers: int, progress: Progress) -> Verification:

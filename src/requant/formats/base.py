@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 """The dtypes in which a weight may be stored unquantized, and in which a scale may be kept."""
@@ -104,6 +107,10 @@ class Format(Protocol):
 
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Write the values of a tile of rows as bits of ``out.dtype``; F32 gives the stored values exactly."""
+        ...
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return what a tile's codes can stand for, and how far a weight of ``dtype`` may have been from them."""
         ...
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 VALUE_DTYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -33,6 +36,12 @@ class Dense:
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Convert to ``out.dtype``, rounding to nearest even where it is narrower."""
         _convert(parts[0], out)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return all values of the dtype."""
+        from requant.formats.grid import dense
+
+        return dense(parts[0])
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Convert to the part's dtype; there is no scale to find, and the two arithmetics are one.

@@ -10,8 +10,12 @@ zeros scale 0 and NaN codes; here both have the eps of the scale's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile, ceil_div
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 BLOCK = 128
 
@@ -32,6 +36,12 @@ class Fp8Channel:
     def decode(self, parts: Sequence[Tile], out: Tile) -> None:
         """Multiply every code by its row's scale."""
         _decode(parts, (1, max(1, out.bits.shape[1])), out)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the E4M3 values times each row's scale."""
+        from requant.formats.grid import e4m3
+
+        return e4m3((1, 0), parts[1], dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every row so that its largest magnitude becomes 448, or by ``how.scale``."""
@@ -63,6 +73,12 @@ class Fp8Block:
         """Multiply every code by its block's scale, a float or (DeepSeek) an E8M0 exponent."""
         _decode(parts, (BLOCK, BLOCK), out)
 
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the E4M3 values times each block's scale."""
+        from requant.formats.grid import e4m3
+
+        return e4m3((BLOCK, BLOCK), parts[1], dtype)
+
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every block so that its largest magnitude becomes 448, or by ``how.scale``."""
         from requant.kernels import fp8
@@ -93,6 +109,12 @@ class Fp8Tensor:
         codes, scale = parts
         rows, columns = out.bits.shape
         _decode((codes, scale._replace(bits=scale.bits.reshape(1, 1))), (max(1, rows), max(1, columns)), out)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the E4M3 values times the scale."""
+        from requant.formats.grid import e4m3
+
+        return e4m3((0, 0), Tile(parts[1].bits.reshape(1, 1), parts[1].dtype), dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale so that ``how.amax`` becomes 448; no tile can search for a better scale ("mse")."""

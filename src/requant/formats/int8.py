@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 
 class Int8Channel:
@@ -26,6 +30,12 @@ class Int8Channel:
 
         codes, scales = parts
         ints.decode(codes.bits, scales.bits, scales.dtype, ints.INT8, out.bits, out.dtype)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the integers times each row's scale."""
+        from requant.formats.grid import integers
+
+        return integers(8, 0, parts[1], None, dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every row so that its largest magnitude becomes 127.5, or as ``how.scale`` says."""

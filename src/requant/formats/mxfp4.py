@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 GROUP = 32
 
@@ -31,6 +35,12 @@ class Mxfp4:
 
         packed, exponents = parts
         mxfp4.decode(packed.bits, exponents.bits, out.bits, out.dtype)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the E2M1 values times each group's power of two."""
+        from requant.formats.grid import microscaled
+
+        return microscaled(6, 2, 2.0**-2, (1, GROUP), parts[1], dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Take the exponent from each group's largest magnitude, or search around it (mse); round to nearest even."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 GROUP = 32
 
@@ -29,6 +33,12 @@ class Mxfp8:
 
         codes, exponents = parts
         mxfp8.decode(codes.bits, exponents.bits, out.bits, out.dtype)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the E4M3 values times each group's power of two."""
+        from requant.formats.grid import microscaled
+
+        return microscaled(448, 4, 2.0**-10, (1, GROUP), parts[1], dtype)
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Take the exponent from each group's largest magnitude, or search around it (mse); round to nearest even."""

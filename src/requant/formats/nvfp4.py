@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 GROUP = 16
 
@@ -44,6 +49,16 @@ class Nvfp4:
         packed, scales, whole = parts
         scale = float(whole.bits.view(np.float32).item())
         nvfp4.decode(packed.bits, scales.bits, scale, self.divides, out.bits, out.dtype)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the E2M1 values times each block's scale."""
+        from requant.formats.grid import nvfp4
+
+        whole = parts[2].bits.view(np.float32).reshape(())
+        blocks = parts[1].bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            unit = 1 / whole if self.divides else whole
+            return nvfp4(GROUP, blocks / whole if self.divides else blocks * whole, float(unit))
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale the group's amax to 6 * 448 and each block's to 6; ``how.amax`` is that of the fused group."""

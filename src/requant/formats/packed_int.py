@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from requant.formats.base import Encoding, Part, ScaleRule, Tile, ceil_div
+
+if TYPE_CHECKING:
+    from requant.formats.grid import Grid
 
 WORD = 32
 CHANNEL = -1
@@ -75,6 +81,21 @@ class PackedInt:
         words, scales = parts[:2]
         zeros = None if self.symmetric else parts[2].bits
         ints.decode(words.bits, scales.bits, scales.dtype, ints.PACKED[self.bits], out.bits, out.dtype, zeros)
+
+    def grid(self, parts: Sequence[Tile], dtype: str) -> Grid:
+        """Return the integers, less their zero point, times each group's scale."""
+        from requant.formats.grid import integers
+
+        scales = parts[1]
+        zeros = None if self.symmetric else self._zeros(parts[2], scales.bits.shape[0])
+        return integers(self.bits, max(0, self.group), scales, zeros, dtype)
+
+    def _zeros(self, words: Tile, rows: int) -> NDArray[np.float32]:
+        """Return the zero points of a tile's rows, -2^(bits-1) to 2^(bits-1) - 1."""
+        shifts = np.arange(0, WORD, self.bits, dtype=np.uint32)[:, None]
+        codes = (words.bits[:, None, :] >> shifts) & np.uint32(2**self.bits - 1)
+        zeros: NDArray[np.float32] = codes.reshape(-1, words.bits.shape[1])[:rows].astype(np.float32)
+        return zeros - np.float32(2 ** (self.bits - 1))
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Scale every group so that its values fill the codes, or as ``how.scale`` says; write ``how.shape``."""
