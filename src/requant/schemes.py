@@ -58,7 +58,7 @@ def can_write(dialect: Dialect, scheme: Scheme) -> bool:
 def scheme_of(format_name: str, *, stores_input_scale: bool) -> Scheme | None:
     """Return the scheme of a weight of which nothing is known but its parts: of several, the weight-only one."""
     stored = format_name.replace("nvfp4-scale2", "nvfp4")
-    found = [scheme for scheme in SCHEMES.values() if scheme.format == stored]
+    found = [scheme for scheme in (*SCHEMES.values(), _TENSOR_TOKEN) if scheme.format == stored]
     if not found and (packed := PackedInt.named(stored)):
         name = f"W{packed.bits}A16{'' if packed.symmetric else '_ASYM'}_G{packed.group}"
         found = list(filter(None, [scheme_named(name)]))
@@ -115,6 +115,9 @@ _PRESETS = (
     _packed("W4A8", 4, 128, _INT8_TOKEN),
     _packed("W4AFP8", 4, 128, _FP8_TOKEN),
 )
+
+_TENSOR_TOKEN = Scheme("fp8-tensor", "fp8-tensor", _args(8, "float", "tensor", False), _FP8_TOKEN)
+"""What no preset makes and checkpoints hold: a scale per tensor, and none for activations, scaled as they come."""
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.name: scheme for scheme in _PRESETS})
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from requant.checkpoint.faults import Faults
 from requant.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, ShardHeader, check_header
 from requant.checkpoint.index import INDEX_NAME, Index, read_index
-from requant.checkpoint.names import CONFIG_FILES, is_private, is_weight_file
+from requant.checkpoint.names import CONFIG_FILES, MISTRAL_WEIGHTS, is_private, is_weight_file
 from requant.checkpoint.store import LocalStore
 from requant.errors import CallError, Problem
 
@@ -90,9 +90,15 @@ def _open(store: LocalStore) -> Checkpoint:
         total_size = sum(header.size - header.data_start for header in headers)
         if index.total_size != total_size:
             notes.append(f"{index.file} claims a total_size of {index.total_size}, the tensors have {total_size}")
-    config_file = next((file for file in CONFIG_FILES if file in files), CONFIG_FILES[0])
+    config_file = _config_file(files, shards)
     config = store.read(config_file, 0, files[config_file]) if config_file in files else None
     return Checkpoint(store, headers, index, config, tuple(notes), config_file)
+
+
+def _config_file(files: Mapping[str, int], shards: list[str]) -> str:
+    """Return the config that engines read with these shards: Mistral's, where there are both, with Mistral's shards."""
+    mistral = all(shard.startswith(MISTRAL_WEIGHTS) for shard in shards)
+    return next((file for file in CONFIG_FILES[:: -1 if mistral else 1] if file in files), CONFIG_FILES[0])
 
 
 def _find_shards(

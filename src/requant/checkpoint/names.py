@@ -10,6 +10,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5
 CONFIG_FILES = ("config.json", "params.json")
 """The file without which a checkpoint is none: Hugging Face's, or else Mistral's."""
 
+MISTRAL_WEIGHTS = "consolidated"
+"""What the names of Mistral's own weight files begin with: engines tell from it which config they read."""
+
 PRIVATE_FOLDERS = frozenset({".git", ".cache", ".requant"})
 """Folders of tools, not of the checkpoint."""
 

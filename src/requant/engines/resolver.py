@@ -42,7 +42,8 @@ _MISTRAL_BLOCKS = {
     "experts": "mlp.experts",
     "gate": "mlp.gate",
 }
-_MISTRAL_HEAD = "output"
+MISTRAL_HEAD = "output"
+"""What Mistral's own checkpoints call ``lm_head``."""
 _ROUTED_EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.")
 
 
@@ -134,7 +135,7 @@ def component_spellings(path: str) -> list[tuple[str, ...]]:
                 spellings[2] = (block, _MISTRAL_BLOCKS[block])
             if len(rest) == 1 and rest[0] in leaves:
                 spellings[3] = (rest[0], leaves[rest[0]])
-        case [name] if name == _MISTRAL_HEAD:
+        case [name] if name == MISTRAL_HEAD:
             spellings[0] = (name, "lm_head")
     return spellings
 

@@ -11,7 +11,7 @@ from typing import Any
 from requant.dialects import Dialect
 from requant.dialects.compressed_tensors import Group
 from requant.dialects.recognise import Weight
-from requant.engines.resolver import Resolver
+from requant.engines.resolver import MISTRAL_HEAD, Resolver
 from requant.errors import CheckpointError, Problem
 from requant.families.family import Family
 from requant.plan.config import synthesize
@@ -96,7 +96,7 @@ def _groups(selection: Selection, source: SourceConfig) -> dict[str, Group | Non
         groups[weight.module] = known[key]
     if problems:
         raise CheckpointError(problems)
-    if not any(module.endswith(TIED_HEAD) for module in groups):
+    if not any(module.endswith(TIED_HEAD) or module == MISTRAL_HEAD for module in groups):
         groups[TIED_HEAD] = None
     return groups
 

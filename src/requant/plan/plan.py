@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
+from requant.checkpoint.names import CONFIG_FILES
 from requant.checkpoint.sidefiles import SideFile, side_files
 from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
@@ -17,11 +18,12 @@ from requant.families.family import Family, family_of
 from requant.formats import format_named
 from requant.plan.banks import divide_banks, into_banks
 from requant.plan.config_edit import edit_config
-from requant.plan.describe import describe, disagreements
+from requant.plan.describe import Description, describe, disagreements
 from requant.plan.groups import fused_members, split_groups
 from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory
 from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes
+from requant.plan.mistral import refusals
 from requant.plan.respell import respelled_parts
 from requant.plan.select import Selection, select
 from requant.plan.shards import (
@@ -116,7 +118,7 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     notes += _unused_scale_rule(selection, recipe)
     dialect = OUTPUT_DIALECTS[recipe.dialect]
     jobs = into_banks(make_jobs(selection, recipe, dialect, source.dtype, groups), family, source.experts)
-    problems += must_round(jobs)
+    problems += must_round(jobs) + refusals(selection, dialect, source)
     renamed, unspoken = respelled_parts(selection, dialect, recipe.input_scale)
     banks, torn = divide_banks(selection, renamed)
     problems += unspoken + torn
@@ -139,7 +141,7 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         if not problems:
             new = describe(selection, dialect, source, family)
             config = edit_config(source.raw, new.quantization_config, new.settings, source.key)
-            files = {source.file: config, **new.files}
+            files = {source.file: config, **_second_config(checkpoint, new), **new.files}
     except CheckpointError as error:
         problems += error.problems
     kept = len(selection.kept) + sum(map(len, selection.already.values()))
@@ -149,6 +151,15 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     return Plan(
         checkpoint, recipe, shards, sides, files, spread, respelled, bounds, family, kept, reasons, problems, notes
     )
+
+
+def _second_config(checkpoint: Checkpoint, new: Description) -> Mapping[str, bytes]:
+    """Return config.json, where there is one beside a params.json: vLLM fills in from it what that does not say."""
+    name = CONFIG_FILES[0]
+    nbytes = checkpoint.store.files().get(name)
+    if nbytes is None or checkpoint.config_file == name:
+        return {}
+    return {name: edit_config(checkpoint.store.read(name, 0, nbytes), new.quantization_config, new.settings)}
 
 
 def _held_experts(jobs: Iterable[Job]) -> list[str]:

@@ -38,9 +38,14 @@ class SourceConfig:
         return _key(self.file)
 
     @property
+    def is_mistral(self) -> bool:
+        """Whether the checkpoint is one of Mistral's own, with a params.json."""
+        return self.file != "config.json"
+
+    @property
     def model_type(self) -> str | None:
         """The model's own model_type."""
-        name = self.value.get("model_type", _MISTRAL if self.file != "config.json" else None)
+        name = self.value.get("model_type", _MISTRAL if self.is_mistral else None)
         return name if isinstance(name, str) else None
 
     @property
