@@ -314,6 +314,7 @@ def test_bf16(tmp_path: Path, name: str) -> None:
         exact = before[module].astype(np.float32).astype(BF16).astype(np.float64)
         assert np.mean(after[module] != exact) < 1e-3, module
     assert_rest_kept(source, tmp_path / "out", modules)
+    assert requant.verify(tmp_path / "out", against=source).problems == []
     assert not config_of(tmp_path / "out").keys() & {"quantization_config", "quantization"}
 
 
@@ -335,7 +336,7 @@ def test_to_other_formats(tmp_path: Path, name: str, scheme: str, decibels: floa
         "only weights change"
     )
     assert result["converted"][scheme] >= len(modules)
-    assert requant.verify(tmp_path / "out", "data").ok
+    assert requant.verify(tmp_path / "out", "data", against=source).problems == []
 
 
 def test_deepseek_v4_experts_are_exact_in_nvfp4(tmp_path: Path) -> None:
