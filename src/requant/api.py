@@ -25,6 +25,7 @@ from requant.recipe.recipe import Arithmetic, Exact, OverSpan, Recipe, adapted, 
 if TYPE_CHECKING:  # a conversion starts without them
     from requant.checks.compare import Comparison
     from requant.checks.verify import Level, Verification
+    from requant.execute.upgrade import Upgrade
     from requant.plan.family_draft import FamilyDraft
     from requant.plan.inspection import Inspection
 
@@ -118,6 +119,83 @@ def convert(
             if scan:
                 values = scan_job(plan, workers, progress, count_over_span=True)
         return ConvertResult(plan, dry_run, values, time.monotonic() - started, peak_rss())
+
+
+@dataclass(frozen=True, slots=True)
+class UpgradeResult:
+    """What an upgrade did, or would do; ``values`` is None without a scan, or where there was nothing to do."""
+
+    upgrade: Upgrade = field(repr=False)
+    dry_run: bool
+    values: Values | None
+    seconds: float
+    peak_rss: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        document = self.upgrade.to_json()
+        if self.values is not None:
+            document["values"] = self.values.to_json()
+        return document | {"dry_run": self.dry_run, "seconds": round(self.seconds, 3), "peak_rss": self.peak_rss}
+
+
+def upgrade(
+    directory: StrPath,
+    *,
+    recipe: StrPath,
+    exact: Exact = "auto",
+    on_over_span: OverSpan = "round",
+    arithmetic: Arithmetic = "reference",
+    scale: ScaleRule = "amax",
+    input_scale: str = "constant:1.0",
+    family: str | None = None,
+    workers: int | None = None,
+    dry_run: bool = False,
+    scan: bool = False,
+    progress: Progress = unwatched,
+) -> UpgradeResult:
+    """Convert part of the checkpoint in a folder in place, as a recipe says.
+
+    Shards in which nothing changes are not opened. Meanwhile there is no config.json: a loader sees the old
+    checkpoint, none, or the new one. An interrupted upgrade is finished by the same call; on a finished one there is
+    nothing to do. The options are those of `convert`.
+    """
+    from requant.execute.journal import locked_folder
+    from requant.execute.upgrade import open_upgrade, plan_upgrade, run_upgrade
+
+    started = time.monotonic()
+    wish = _wish(
+        None,
+        recipe,
+        [],
+        [],
+        exact=exact,
+        on_over_span=on_over_span,
+        arithmetic=arithmetic,
+        scale=scale,
+        input_scale=os.fspath(input_scale),
+        family=None if family is None else os.fspath(family),
+    )
+    workers = _worker_count(workers)
+    with os_errors(), contextlib.ExitStack() as stack:
+        folder = existing_folder(directory)
+        if not dry_run:
+            stack.enter_context(locked_folder(folder))
+        checkpoint, record = open_upgrade(folder)
+        with checkpoint:
+            found = plan_upgrade(checkpoint, record, wish, workers)
+            if found.plan.problems:
+                raise CheckpointError(found.plan.problems, found.to_json())
+            values = None
+            if found.nothing_to_do:
+                found.plan.notes.append("there is nothing to do: the checkpoint is what the recipe makes of it")
+            elif not dry_run:
+                values = run_upgrade(found, workers, progress)
+            elif found.lack:
+                found.plan.notes.append(found.lack)
+            if scan and dry_run:
+                values = scan_job(found.plan, workers, progress, count_over_span=True)
+            return UpgradeResult(found, dry_run, values, time.monotonic() - started, peak_rss())
 
 
 def compare(a: StrPath, b: StrPath, *, workers: int | None = None, progress: Progress = unwatched) -> Comparison:

@@ -35,6 +35,37 @@ app.add_typer(recipes_app, name="recipes")
 
 Src = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+Exact = Annotated[
+    Literal["auto", "off", "required"],
+    typer.Option(help="Exact routes: where they exist, never, or no rounding of an MXFP4, MXFP8 or NVFP4 source."),
+]
+OverSpan = Annotated[Literal["round", "refuse"], typer.Option(help="Where an exact route cannot hold a region.")]
+Arithmetic = Annotated[
+    Literal["reference", "float32"], typer.Option(help="LLM Compressor's bytes, or closer to the weights.")
+]
+ScaleRule = Annotated[
+    Literal["amax", "mse", "pow2"],
+    typer.Option(
+        help="Scales from the largest magnitude, by a search for the least squared error, or powers of two (FP8)."
+    ),
+]
+InputScale = Annotated[
+    str,
+    typer.Option(
+        metavar="constant:VALUE|bound|PATH",
+        help="Activation scales that NVFP4 and FP8 store: VALUE, as compressed-tensors stores it, where a weight "
+        "has none; what Kimi-K3's weights bound them by; or those of a checkpoint, or of a JSON of amax by module.",
+    ),
+]
+Family = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="What engines fuse, if config.json's model_type does not say: generic, kimi_k3 …, or a YAML file.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")]
+Scan = Annotated[bool, typer.Option("--scan", help="Read the scales, too, and count over-span values.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; default: the CPUs in the affinity mask.", min=1)]
 
 
@@ -65,47 +96,21 @@ def convert(
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="What to leave as it is. Repeatable.")
     ] = None,
-    exact: Annotated[
-        Literal["auto", "off", "required"],
-        typer.Option(help="Exact routes: where they exist, never, or no rounding of an MXFP4, MXFP8 or NVFP4 source."),
-    ] = "auto",
-    on_over_span: Annotated[
-        Literal["round", "refuse"], typer.Option(help="Where an exact route cannot hold a region.")
-    ] = "round",
-    arithmetic: Annotated[
-        Literal["reference", "float32"],
-        typer.Option(help="LLM Compressor's bytes, or closer to the weights."),
-    ] = "reference",
-    scale: Annotated[
-        Literal["amax", "mse", "pow2"],
-        typer.Option(
-            help="Scales from the largest magnitude, by a search for the least squared error, or powers of two (FP8)."
-        ),
-    ] = "amax",
-    input_scale: Annotated[
-        str,
-        typer.Option(
-            metavar="constant:VALUE|bound|PATH",
-            help="Activation scales that NVFP4 and FP8 store: VALUE, as compressed-tensors stores it, where a weight "
-            "has none; what Kimi-K3's weights bound them by; or those of a checkpoint, or of a JSON of amax by module.",
-        ),
-    ] = "constant:1.0",
+    exact: Exact = "auto",
+    on_over_span: OverSpan = "round",
+    arithmetic: Arithmetic = "reference",
+    scale: ScaleRule = "amax",
+    input_scale: InputScale = "constant:1.0",
     dialect: Annotated[
         Literal["compressed-tensors", "fp8", "modelopt"], typer.Option(help="Whose names and config the output has.")
     ] = "compressed-tensors",
-    family: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="What engines fuse, if config.json's model_type does not say: generic, kimi_k3 …, or a YAML file.",
-        ),
-    ] = None,
+    family: Family = None,
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Split output shards larger than this: 50GB, 5GiB …")
     ] = None,
     workers: Workers = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")] = False,
-    scan: Annotated[bool, typer.Option("--scan", help="Read the scales, too, and count over-span values.")] = False,
+    dry_run: DryRun = False,
+    scan: Scan = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished job in DST.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -135,6 +140,45 @@ def convert(
             dry_run=dry_run,
             scan=scan,
             restart=restart,
+            progress=progress,
+        )
+        report(result.to_json(), render.conversion)
+
+
+@app.command()
+def upgrade(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint.", show_default=False)],
+    recipe: Annotated[str, typer.Option(metavar="NAME|FILE", help="See `requant recipes`, or a YAML file.")],
+    exact: Exact = "auto",
+    on_over_span: OverSpan = "round",
+    arithmetic: Arithmetic = "reference",
+    scale: ScaleRule = "amax",
+    input_scale: InputScale = "constant:1.0",
+    family: Family = None,
+    workers: Workers = None,
+    dry_run: DryRun = False,
+    scan: Scan = False,
+    as_json: Json = False,
+) -> None:
+    """Convert part of a checkpoint in place; interrupted, the same command finishes it."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+        from requant.execute.progress import progress
+
+        if scan or not dry_run:
+            _announce_compilation()
+        result = api.upgrade(
+            directory,
+            recipe=recipe,
+            exact=exact,
+            on_over_span=on_over_span,
+            arithmetic=arithmetic,
+            scale=scale,
+            input_scale=input_scale,
+            family=family,
+            workers=workers,
+            dry_run=dry_run,
+            scan=scan,
             progress=progress,
         )
         report(result.to_json(), render.conversion)

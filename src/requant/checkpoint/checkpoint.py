@@ -59,8 +59,11 @@ class Checkpoint:
         self.store.close()
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, under_work: tuple[str, str] | None = None) -> Checkpoint:
     """Read every header of the checkpoint in the folder ``path``; its ``store`` stays open.
+
+    ``under_work``: of a checkpoint that is being rewritten, the name of its config, and what that is called meanwhile.
+    Its index need not agree with its shards.
 
     Raises CallError if there is no such folder, and CheckpointError with every problem of every file:
     ``header-invalid``, ``index-mismatch``, ``name-hostile``.
@@ -71,27 +74,27 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     store = LocalStore(root)
     try:
         with gc_paused():
-            return _open(store)
+            return _open(store, under_work)
     except BaseException:
         store.close()
         raise
 
 
-def _open(store: LocalStore) -> Checkpoint:
+def _open(store: LocalStore, under_work: tuple[str, str] | None) -> Checkpoint:
     faults, notes = Faults(), list[str]()
     files = store.files()
     index, shards, weight_map = _find_shards(store, files, faults)
     unread = [file for file in files if is_weight_file(file) and file not in shards and not is_private(file)]
     if unread:
         notes.append(f"weight files that are not part of the checkpoint are not read: {', '.join(unread)}")
-    headers = _read_headers(store, files, shards, weight_map, faults)
+    headers = _read_headers(store, files, shards, None if under_work else weight_map, faults)
     faults.check()
     if index is not None and index.total_size is not None:
         total_size = sum(header.size - header.data_start for header in headers)
         if index.total_size != total_size:
             notes.append(f"{index.file} claims a total_size of {index.total_size}, the tensors have {total_size}")
-    config_file = _config_file(files, shards)
-    config = store.read(config_file, 0, files[config_file]) if config_file in files else None
+    config_file, read_from = under_work or (_config_file(files, shards),) * 2
+    config = store.read(read_from, 0, files[read_from]) if read_from in files else None
     return Checkpoint(store, headers, index, config, tuple(notes), config_file)
 
 

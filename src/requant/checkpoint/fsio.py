@@ -8,6 +8,7 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from requant.checkpoint.fault import step
 from requant.errors import Problem, SurroundingsError
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def fallocate(fd: int, nbytes: int) -> None:
 
 def write_at(fd: int, buffer: ByteBuffer, offset: int) -> None:
     """Write all of ``buffer`` (C-contiguous) at ``offset``."""
+    step("write")
     view = byte_view(buffer)
     while view:
         written = os.pwrite(fd, view, offset)
@@ -100,6 +102,7 @@ def copy_some(source: int, offset: int, nbytes: int, target: int, out_offset: in
     """
     if not hasattr(os, "copy_file_range"):
         return 0
+    step("write")
     # Sharing starts and ends at a block: a ragged head goes alone, so that the rest is not copied for it.
     head = -offset % PAGE
     if head and (offset - out_offset) % PAGE == 0:
@@ -121,11 +124,13 @@ def advise_done(fd: int, offset: int, nbytes: int) -> None:
 
 def sync(fd: int) -> None:
     """Wait until the file is on disk."""
+    step("fsync")
     os.fsync(fd)
 
 
 def publish(temp: Path, path: Path) -> None:
     """Give the finished (and synced) file ``temp`` its name, for good."""
+    step("rename")
     os.replace(temp, path)  # noqa: PTH105
     sync_folder(path.parent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from requant.checkpoint.dtypes import DTYPES
@@ -56,25 +56,46 @@ class ShardLayout:
 
 
 def lay_out(
-    shard: str, new: Sequence[TensorSpec], kept: Sequence[TensorRef], metadata: Mapping[str, str]
+    shard: str,
+    new: Sequence[TensorSpec],
+    kept: Sequence[TensorRef],
+    metadata: Mapping[str, str],
+    *,
+    keep_order: bool = False,
 ) -> ShardLayout:
     """Lay out the shard that holds the ``new`` tensors and copies of the ``kept`` ones.
 
     The order is the safetensors library's, widest dtype first and then by name, so that every tensor starts
-    at a multiple of its item size. Raises ValueError if a name occurs twice.
+    at a multiple of its item size. With ``keep_order`` the kept ones stay in the order of their file, and the new ones
+    follow, if that lets more bytes be shared and leaves every tensor at a multiple of its item size. Raises ValueError
+    if a name occurs twice.
     """
+    usual = _in_order(shard, _library_order([*new, *kept]), metadata)
+    if not (keep_order and kept):
+        return usual
+    as_found = _in_order(shard, [*sorted(kept, key=attrgetter("shard", "offset")), *_library_order(new)], metadata)
+    aligned = all(
+        start * 8 % DTYPES[tensor.dtype].bits == 0
+        for tensor, start in zip(as_found.tensors, as_found.starts(), strict=True)
+    )
+    return as_found if aligned and as_found.shared_bytes > usual.shared_bytes else usual
+
+
+def _library_order(tensors: Iterable[TensorSpec | TensorRef]) -> list[TensorSpec | TensorRef]:
     by_dtype: defaultdict[str, list[TensorSpec | TensorRef]] = defaultdict(list)
-    for spec in new:
-        by_dtype[spec.dtype].append(spec)
-    for ref in kept:
-        by_dtype[ref.dtype].append(ref)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
     placed: list[TensorSpec | TensorRef] = []
     for dtype in sorted(by_dtype, key=lambda dtype: -DTYPES[dtype].rank):
         placed += sorted(by_dtype[dtype], key=itemgetter(0))
+    return placed
+
+
+def _in_order(shard: str, placed: Sequence[TensorSpec | TensorRef], metadata: Mapping[str, str]) -> ShardLayout:
     if len(set(map(itemgetter(0), placed))) < len(placed):
         raise ValueError(f"a tensor name occurs twice in {shard}")
     *starts, data_bytes = accumulate([tensor.nbytes for tensor in placed], initial=0)
-    runs = tuple(_runs(placed, starts)) if kept else ()
+    runs = tuple(_runs(placed, starts))
     residue, shared_bytes = _best_residue(runs)
     tensors = tuple(
         [t if isinstance(t, TensorSpec) else TensorSpec(t.name, t.dtype, t.shape, t.nbytes) for t in placed]

@@ -78,6 +78,13 @@ class LocalStore:
             fsio.write_at(fd, piece, out_offset)
             offset, out_offset, nbytes = offset + len(piece), out_offset + len(piece), nbytes - len(piece)
 
+    def forget(self, file: str) -> None:
+        """Close ``file``: what another has taken the name of gives back its space."""
+        with self._lock:
+            descriptor = self._descriptors.pop(file, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
     def close(self) -> None:
         """Close every file; the store cannot be used afterwards."""
         with self._lock:

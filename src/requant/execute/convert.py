@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from requant.checkpoint.fault import step
 from requant.checkpoint.fsio import PAGE
 from requant.checkpoint.layout import CopyRun, header_bytes
 from requant.checkpoint.names import CONFIG_FILES
@@ -104,11 +105,18 @@ def commit(plan: Plan, journal: Journal) -> None:
     """
     for side in plan.side_files:
         copy_file(plan.checkpoint.store, side.source, journal.folder / side.destination)
+    finish(plan, journal)
+
+
+def finish(plan: Plan, journal: Journal) -> None:
+    """Put the index and config.json in place, in this order, and remove the journal."""
     index = index_json(plan)
     if index is not None:
         name, data = index
+        step("index")
         write_atomically(journal.folder / name, data)
     for name, data in sorted(plan.files.items(), key=lambda file: file[0] in CONFIG_FILES):
+        step("config")
         write_atomically(journal.folder / name, data)
     journal.close()
 
@@ -187,7 +195,8 @@ def _shard_work(shard: _OpenShard, plan: Plan, amax: InputAmax) -> Iterator[tupl
     for group in pooled_groups(shard.plan.jobs):
         states = [start_job(job, starts) for job in group]
         together = plan.spread.get(group[0].group, group)
-        yield partial(convert_group, states, together, store, writer), sum(map(_output_bytes, group))
+        known = plan.pooled.get(group[0].weight.module)
+        yield partial(convert_group, states, together, known, store, writer), sum(map(_output_bytes, group))
 
 
 def _output_bytes(job: Job) -> int:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,17 @@ _NOT_OURS = frozenset({"lost+found"})
 
 @dataclass(slots=True)
 class Journal:
-    """The record of a job: ``files`` it may write, ``done`` shards with the fate of their values."""
+    """The record of a job: ``files`` it may write, ``done`` shards with the fate of their values.
+
+    ``upgrade`` is what one must know to go on (see `requant.execute.upgrade`), ``replaced`` is told what shard is done.
+    """
 
     folder: Path
     fingerprint: str
     files: list[str]
     done: dict[str, Values] = field(default_factory=dict)
+    upgrade: dict[str, Any] | None = None
+    replaced: Callable[[str], None] = lambda _shard: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mark_done(self, shard: str, values: Values) -> None:
@@ -47,11 +52,14 @@ class Journal:
         with self._lock:
             self.done[shard] = values
             self.write()
+        self.replaced(shard)
 
     def write(self) -> None:
         """Put the journal on disk."""
         done = {shard: asdict(values) for shard, values in self.done.items()}
-        record = {"fingerprint": self.fingerprint, "files": self.files, "done": done}
+        record: dict[str, Any] = {"fingerprint": self.fingerprint, "files": self.files, "done": done}
+        if self.upgrade is not None:
+            record["upgrade"] = self.upgrade
         write_atomically(self.folder / WORK / _JOURNAL, json.dumps(record, indent=1).encode())
 
     def close(self) -> None:
@@ -99,6 +107,11 @@ def check_destination(folder: Path, fingerprint: str, restart: bool) -> bool:
                 message += "; its config says that what is there is finished"
             raise CallError(Problem("bad-destination", message, remedy=remedy))
         return False
+    if "upgrade" in record:
+        message = f"{folder} is a checkpoint that is being upgraded"
+        raise CallError(
+            Problem("fingerprint", message, remedy="finish that with `requant upgrade`, or name another DST")
+        )
     if record["fingerprint"] != fingerprint and not restart:
         message = f"{folder} holds an unfinished job with other options, another version or another source"
         remedy = "finish it with its own options, or --restart to discard it"
@@ -133,6 +146,19 @@ def claim(folder: Path, fingerprint: str, files: Sequence[str], restart: bool) -
 
 
 @contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``; nobody else works in it meanwhile. Without a journal nothing is left behind."""
+    with naming(folder):
+        (folder / WORK).mkdir(exist_ok=True)
+    with _locked(folder / WORK / _LOCK, folder):
+        try:
+            yield
+        finally:
+            if not (folder / WORK / _JOURNAL).exists():
+                shutil.rmtree(folder / WORK, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def _locked(path: Path, folder: Path) -> Iterator[None]:
     import fcntl
 
@@ -140,6 +166,8 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_ino != path.stat().st_ino:
+                raise OSError("its holder has just finished, and removed the file")
         except OSError:
             message = f"another process works in {folder}"
             raise SurroundingsError(Problem("locked", message, remedy="wait for it, or stop it")) from None

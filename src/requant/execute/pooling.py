@@ -23,14 +23,22 @@ def pool(jobs: Iterable[Job], read: Read, read_scales: Read, scratch: Scratch) -
     """
     largest = -math.inf
     for job in jobs:
-        route = job.kind.route
+        exact = job.kind.route.exact
+        if exact is None or exact.pool is None:
+            largest = max(largest, amax(job, read, scratch))
+            continue
         for rows in job_tiles(job):
-            if route.exact is not None and route.exact.pool is not None:
-                if route.exact.pool.bound(read_scales(job, rows)) > largest:
-                    largest = max(largest, route.exact.pool.of(read(job, rows)))
-            else:
-                values = values_of(read(job, rows), route, job.weight.shape[1], scratch)
-                largest = max(largest, _amax(job, values, rows))
+            if exact.pool.bound(read_scales(job, rows)) > largest:
+                largest = max(largest, exact.pool.of(read(job, rows)))
+    return largest
+
+
+def amax(job: Job, read: Read, scratch: Scratch) -> float:
+    """Return the largest magnitude of a job's weight, -inf of an empty one; a NaN or Inf is a CheckpointError."""
+    largest = -math.inf
+    for rows in job_tiles(job):
+        values = values_of(read(job, rows), job.kind.route, job.weight.shape[1], scratch)
+        largest = max(largest, _amax(job, values, rows))
     return largest
 
 

@@ -72,12 +72,20 @@ def convert_tile(state: JobState, rows: Rows, store: LocalStore, writer: ShardWr
 
 
 def convert_group(
-    states: Sequence[JobState], pooled_with: Sequence[Job], store: LocalStore, writer: ShardWriter, scratch: Scratch
+    states: Sequence[JobState],
+    pooled_with: Sequence[Job],
+    known: float | None,
+    store: LocalStore,
+    writer: ShardWriter,
+    scratch: Scratch,
 ) -> Values:
-    """Convert weights that share what they pool, with each other and with all of ``pooled_with``."""
+    """Convert weights that share what they pool, with each other and with all of ``pooled_with``.
+
+    ``known`` is the number that they share, if it has been pooled before.
+    """
     jobs = [state.job for state in states]
     held: dict[tuple[str, int], Sequence[Tile]] = {}
-    holds = is_held(pooled_with)
+    holds = known is None and is_held(pooled_with)
 
     def read(job: Job, rows: Rows) -> Sequence[Tile]:
         key = job.weight.module, rows.first
@@ -89,7 +97,7 @@ def convert_group(
             held[key] = tile
         return held[key]
 
-    pooled = pool(pooled_with, read, lambda job, rows: read(job, rows)[1:], scratch)
+    pooled = pool(pooled_with, read, lambda job, rows: read(job, rows)[1:], scratch) if known is None else known
     values = Values(unlike_reference=sum(_is_unlike_reference(job, pooled) for job in jobs))
     for state, job in zip(states, jobs, strict=True):
         for rows in job_tiles(job):

@@ -8,6 +8,7 @@ all of those to `requant.engines.resolver`.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -102,11 +103,16 @@ def _rank(schemes: Collection[Group | None]) -> tuple[list[Group], Callable[[Gro
     distinct: dict[str, Group] = {}
     size: Counter[str] = Counter()
     for key, scheme in objects.items():
-        distinct[repr(scheme)] = scheme
-        size[repr(scheme)] += modules[key]
+        distinct[_spelled(scheme)] = scheme
+        size[_spelled(scheme)] += modules[key]
     ranked = sorted(distinct, key=lambda text: (-size[text], text))
-    numbers = {key: ranked.index(repr(scheme)) for key, scheme in objects.items()}
+    numbers = {key: ranked.index(_spelled(scheme)) for key, scheme in objects.items()}
     return [distinct[text] for text in ranked], lambda scheme: numbers.get(id(scheme), _KEPT)
+
+
+def _spelled(scheme: Group) -> str:
+    """Return what is the same of schemes that say the same, in whatever order."""
+    return json.dumps([scheme.format, scheme.weights, scheme.input_activations], sort_keys=True, default=dict)
 
 
 # Templates: names without their numbers, and the numbers of each scheme where a template has several.
@@ -206,7 +212,7 @@ def _anchor(template: _Template, verdicts: Mapping[str, set[int | str]]) -> tupl
     # One unknown component before layers.N is a root that engines rename: backbone.layers -> model.layers.
     short = path if is_text else re.sub(r"^[^.]*[^.\d][^.]*\.(?=layers\.0\.)", "", path)
     spellings = map(".".join, itertools.product(*component_spellings(short)))
-    if all(verdicts[name] == {template.verdict} for name in spellings):
+    if all(verdicts.get(name, {template.verdict}) == {template.verdict} for name in spellings):
         return _ANYWHERE, short
     return (_UNDER_A_TEXT_ROOT, path) if is_text else ("", path)
 

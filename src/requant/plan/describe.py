@@ -19,7 +19,7 @@ from requant.plan.config_fp8 import fp8_config
 from requant.plan.config_modelopt import hf_quant_config, modelopt_config
 from requant.plan.select import Selection
 from requant.plan.source_config import SourceConfig
-from requant.schemes import scheme_of
+from requant.schemes import SCHEMES, scheme_of
 
 _ROUTED = ".experts."
 _FOUR_BITS = frozenset({"mxfp4", "nvfp4", "nvfp4-scale2"})
@@ -40,13 +40,15 @@ class Description:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def describe(selection: Selection, dialect: Dialect, source: SourceConfig, family: Family | None) -> Description:
+def describe(
+    selection: Selection, dialect: Dialect, source: SourceConfig, family: Family | None, *, native_activations: bool
+) -> Description:
     """Describe the output in the words of ``dialect``.
 
     A kept weight that is quantized keeps its source's activation settings; one of a format unknown here keeps
     the group that the source's config gives it, without which it cannot be described (CheckpointError).
     """
-    groups = _groups(selection, source)
+    groups = _groups(selection, source, native_activations=native_activations)
     settings = {"expert_dtype": _expert_dtype(selection)} if family is not None and family.expert_dtype else {}
     if not any(groups.values()):
         return Description(None, settings=settings)
@@ -71,8 +73,15 @@ def _expert_dtype(selection: Selection) -> str:
     return "fp4" if formats & _FOUR_BITS else "fp8"
 
 
-def _groups(selection: Selection, source: SourceConfig) -> dict[str, Group | None]:
-    """Return the group of every module that an engine could take for a Linear; None: unquantized."""
+def _groups(selection: Selection, source: SourceConfig, *, native_activations: bool) -> dict[str, Group | None]:
+    """Return the group of every module that an engine could take for a Linear; None: unquantized.
+
+    ``native_activations``: MXFP4 weights that stay beside others are given MXFP8 activations, without which vLLM
+    (0.32) does not take its own MXFP4 path for them.
+    """
+    mixed = native_activations and any(
+        weights and target.scheme.weights for target, weights in selection.under_schemes()
+    )
     quantization = source.quantization if source.is_compressed_tensors else {}
     resolver = Resolver(quantization)
     groups: dict[str, Group | None] = {}
@@ -88,7 +97,10 @@ def _groups(selection: Selection, source: SourceConfig) -> dict[str, Group | Non
         name = resolver(weight.module)
         key = weight.format, name, bool(weight.inputs)
         if key not in known:
-            known[key] = _kept_group(weight, quantization, name)
+            group = _kept_group(weight, quantization, name)
+            if mixed and group is not None and weight.format == "mxfp4" and group.input_activations is None:
+                group = replace(group, input_activations=SCHEMES["MXFP8"].input_activations)
+            known[key] = group
         if known[key] is None:
             message = "it stays in a format unknown here, and the source's config does not describe it"
             remedy = "add it to the source's quantization_config, or leave it out of the checkpoint"

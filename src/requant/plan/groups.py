@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from requant.dialects.recognise import Weight
 from requant.errors import Problem
@@ -15,12 +15,13 @@ _POOLED = frozenset({"nvfp4", "nvfp4-scale2"})
 
 
 def fused_members(
-    selection: Selection, family: Family | None, model_type: str | None
+    selection: Selection, family: Family | None, model_type: str | None, pooled: Container[str] = ()
 ) -> tuple[dict[str, str], list[Problem]]:
     """Return module → fused group for the weights that share a scale with their group, and what is wrong.
 
     Only NVFP4's global scale is shared: engines keep one of a fused layer's. Without facts on the model's family
-    it cannot be known with whom.
+    it cannot be known with whom. Of the modules in ``pooled`` the shared number is known, whatever became of the rest
+    of their groups.
     """
     pooling = [
         weight.module
@@ -35,6 +36,7 @@ def fused_members(
         remedy = "--family generic if q/k/v and gate/up are all, or --family FILE as `requant family init` drafts it"
         return {}, [Problem("fused-split", message, "config.json", remedy)]
     groups = fused_groups(pooling, family)
+    pooling = [module for module in pooling if module not in pooled]
     lying = (*selection.respelled.values(), *selection.already.values(), selection.kept)
     fixed = [weight.module for weights in lying for weight in weights if weight.format in _POOLED]
     return groups, _joined_late(pooling, fixed, family) if fixed else []

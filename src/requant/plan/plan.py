@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
@@ -43,7 +44,8 @@ class Plan:
     """What will be done.
 
     ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
-    ``spread`` holds the jobs of the fused groups that lie in more than one shard. ``respelled`` holds by scheme
+    ``spread`` holds the jobs of the fused groups that lie in more than one shard, ``pooled`` by module the numbers that
+    such groups have pooled already. ``respelled`` holds by scheme
     the weights whose parts only change their names, or what lies beside them, ``bounds`` what bounds the activations
     if the recipe asks for that. ``family`` is whose facts say what is fused.
     """
@@ -54,6 +56,7 @@ class Plan:
     side_files: list[SideFile]
     files: Mapping[str, bytes]
     spread: Mapping[str, list[Job]]
+    pooled: Mapping[str, float]
     respelled: Mapping[str, list[Weight]]
     bounds: InputBounds | None
     family: Family | None
@@ -101,18 +104,28 @@ class Plan:
         }
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
-    """Plan the conversion of an open checkpoint; problems are listed in the plan, not raised."""
+def make_plan(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    pooled: Mapping[str, float] = MappingProxyType({}),
+    *,
+    in_place: bool = False,
+) -> Plan:
+    """Plan the conversion of an open checkpoint; problems are listed in the plan, not raised.
+
+    ``pooled``: what is known already of weights whose fused group is half done. ``in_place``: shards are rewritten
+    where they are, so that what stays should stay in its order.
+    """
     with gc_paused():
-        return _make_plan(checkpoint, recipe)
+        return _make_plan(checkpoint, recipe, pooled, in_place)
 
 
-def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+def _make_plan(checkpoint: Checkpoint, recipe: Recipe, pooled: Mapping[str, float], in_place: bool) -> Plan:
     source = parse_config(checkpoint.config, checkpoint.config_file)
     family = recipe.family or family_of(source.model_types)
     inventory = take_inventory(checkpoint, source, family)
     selection = select(inventory.weights, recipe, source.experts)
-    groups, faults = fused_members(selection, family, source.model_type)
+    groups, faults = fused_members(selection, family, source.model_type, pooled)
     problems = inventory.problems + selection.problems + faults + split_groups(selection, family)
     notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
     notes += _unused_scale_rule(selection, recipe)
@@ -132,14 +145,14 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         modules = [one.weight.module for stored in inputs.values() for one in stored]
         bounds, unbounded = find_bounds(modules, inventory.weights, source)
         problems += unbounded
-    shards = lay_out_shards(checkpoint, jobs, copies, inputs, recipe.max_shard_size)
+    shards = lay_out_shards(checkpoint, jobs, copies, inputs, recipe.max_shard_size, in_place)
     notes += _too_large(shards, recipe.max_shard_size)
     files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
     try:
         sides = side_files(checkpoint.store, checkpoint.config_file)
         if not problems:
-            new = describe(selection, dialect, source, family)
+            new = describe(selection, dialect, source, family, native_activations=_wants_native(recipe))
             config = edit_config(source.raw, new.quantization_config, new.settings, source.key)
             files = {source.file: config, **_second_config(checkpoint, new), **new.files}
     except CheckpointError as error:
@@ -149,8 +162,26 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
     spread = spread_groups(shards)
     return Plan(
-        checkpoint, recipe, shards, sides, files, spread, respelled, bounds, family, kept, reasons, problems, notes
+        checkpoint,
+        recipe,
+        shards,
+        sides,
+        files,
+        spread,
+        pooled,
+        respelled,
+        bounds,
+        family,
+        kept,
+        reasons,
+        problems,
+        notes,
     )
+
+
+def _wants_native(recipe: Recipe) -> bool:
+    """Tell whether kept MXFP4 experts are meant for vLLM: recipes that say nothing else are."""
+    return recipe.name is not None and not (recipe.engine or "").startswith("tensorrt")
 
 
 def _second_config(checkpoint: Checkpoint, new: Description) -> Mapping[str, bytes]:

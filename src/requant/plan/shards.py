@@ -99,6 +99,7 @@ def lay_out_shards(
     kept: Mapping[str, list[TensorRef]],
     inputs: Mapping[str, list[StoredInput]],
     max_bytes: int | None = None,
+    in_place: bool = False,
 ) -> list[ShardPlan]:
     """Give every job to the shard of its payload; a shard that is left without tensors is dropped.
 
@@ -119,7 +120,7 @@ def lay_out_shards(
         if not (mine or stored) and sorted(copied) == sorted(shard.tensors):
             plan = ShardPlan(shard.shard, _as_it_is(shard), mine, stored, verbatim=True)
         else:
-            plan = _laid_out(shard.shard, shard.metadata, Lot(mine, stored, copied))
+            plan = _laid_out(shard.shard, shard.metadata, Lot(mine, stored, copied), in_place)
         if max_bytes is None or plan.layout.data_bytes <= max_bytes:
             plans.append(plan)
             continue
@@ -129,14 +130,14 @@ def lay_out_shards(
     return plans
 
 
-def _laid_out(name: str, metadata: Mapping[str, str], lot: Lot) -> ShardPlan:
+def _laid_out(name: str, metadata: Mapping[str, str], lot: Lot, in_place: bool = False) -> ShardPlan:
     new_spec = partial(tuple.__new__, TensorSpec)  # what _make does, without a frame for each
     jobs, stored, copied = lot
     alone = [job for job in jobs if job.into is None] if any(job.into for job in jobs) else jobs
     new = [new_spec((job.weight.module + suffix, *rest)) for job in alone for suffix, rest in job.kind.outputs]
     new += dict.fromkeys(_bank_of(job) for job in jobs if job.into is not None)
     new += [TensorSpec(one.name, "F32", one.scale.shape, 4) for one in stored]
-    return ShardPlan(name, lay_out(name, new, copied, metadata), jobs, stored, verbatim=False)
+    return ShardPlan(name, lay_out(name, new, copied, metadata, keep_order=in_place), jobs, stored, verbatim=False)
 
 
 def _names_of_pieces(shard: str, count: int, taken: Container[str]) -> list[str]:
