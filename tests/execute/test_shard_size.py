@@ -158,3 +158,18 @@ def test_an_interrupted_split_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.is_file()} == {
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir() if p.is_file()
     }
+
+
+def test_pieces_of_two_shards_have_no_name_in_common(tmp_path: Path) -> None:
+    """Those of ``a`` cannot have the name of the second shard, and the next best is that of the third's."""
+    names = ["a.safetensors", "a-00001-of-00002.safetensors", "a-split.safetensors"]
+    rng = np.random.default_rng(1)
+    files = {
+        name: {f"{place}.{n}.weight": rng.normal(0, 1, (64, 64)).astype(BF16) for n in range(2)}
+        for place, name in enumerate(names)
+    }
+    source = write(Source(files, {"model_type": "llama"}), tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "FP8_DYNAMIC", max_shard_size=5_000)
+    assert len(loaded(tmp_path / "out")) == 12
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 6
+    assert requant.verify(tmp_path / "out", against=source).ok

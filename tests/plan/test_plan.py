@@ -437,3 +437,13 @@ def test_a_destination_that_can_never_be_a_folder(toy: Path, tmp_path: Path, kin
     assert any("bad-destination" in n for n in requant.convert(toy, dst, "FP8_BLOCK", dry_run=True).to_json()["notes"])
     with pytest.raises(requant.CallError, match="bad-destination"):
         requant.convert(toy, dst, "FP8_BLOCK")
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_G640", "W4A16_ASYM_G640"])
+def test_integers_whose_group_is_the_whole_row_are_not_rounded_twice(tmp_path: Path, scheme: str) -> None:
+    values = (np.random.default_rng(0).standard_normal((64, 640)) * 0.02).astype(BF16)
+    src = checkpoint(tmp_path / "src", {"m.weight": values})
+    requant.convert(src, tmp_path / "one", scheme, scale="mse")
+    again = requant.convert(tmp_path / "one", tmp_path / "two", scheme).to_json()
+    assert again["kept_reasons"] == {f"already-{scheme}": 1}
+    assert read(tmp_path / "one") == read(tmp_path / "two")

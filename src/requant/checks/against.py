@@ -2,7 +2,7 @@
 
 A weight that stays in its format has the same bits, or, where only its scales are spelled another way, the same
 values. One that changed it lies within the bound of its new format (`requant.formats.grid`). Every other tensor is
-there byte for byte, and nothing else is.
+there byte for byte, and nothing else is. Scales of activations beside weights are what the conversion was told.
 """
 
 from __future__ import annotations

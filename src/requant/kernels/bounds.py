@@ -63,7 +63,7 @@ def beyond(
     """
     rows, cols = values.shape
     height, width = region[0] or max(1, rows), region[1] or max(1, cols)
-    room = np.empty((5, cols), np.float32)
+    room = np.empty((3, cols), np.float32)
     found = np.array([-1.0, 0.0])
     count = _beyond(values, stored, height, width, scales, low, high, np.float32(amax), allowance, room, found)
     return Beyond(count, int(found[0]), float(found[1]))

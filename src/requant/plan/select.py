@@ -10,7 +10,8 @@ from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import Problem
 from requant.families.roles import Role, Templates, role_of
-from requant.formats import format_named
+from requant.formats import PackedInt, format_named
+from requant.formats.packed_int import CHANNEL
 from requant.recipe.patterns import LINEAR, first_matches
 from requant.recipe.recipe import Recipe, Rule
 from requant.schemes import SCHEMES, Scheme
@@ -69,7 +70,7 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
             if weight.bank is not None and weight.bank.whole:
                 target = decoding[target]
             turned = weight.bank is not None and weight.bank.stride and weight.format != "dense"
-            if weight.format != target.format or turned:
+            if turned or not _is_in(weight, target):
                 if weight.shape[1] % widths[target] == 0:
                     found.converted[target].append(weight)
                     continue
@@ -195,6 +196,16 @@ class _Chooser:
                 message = f"target {pattern.text!r} matches no weight"
                 remedy = "compare with `requant inspect`"
                 found.problems.append(Problem("target-matches-nothing", message, remedy=remedy))
+
+
+def _is_in(weight: Weight, target: Target) -> bool:
+    """Tell whether a weight lies in the target's format; integers whose group is the whole row have two names."""
+    if weight.format == target.format:
+        return True
+    stored, wanted = PackedInt.named(weight.format), PackedInt.named(target.format)
+    if stored is None or wanted is None or stored.group != CHANNEL:
+        return False
+    return (stored.bits, weight.shape[1], stored.symmetric) == (wanted.bits, wanted.group, wanted.symmetric)
 
 
 def _as_written(weight: Weight, target: Target, recipe: Recipe) -> bool:

@@ -113,6 +113,7 @@ def lay_out_shards(
             home = homes.setdefault(job.into.name, home)
         by_shard.setdefault(home, []).append(job)
     plans: list[ShardPlan] = []
+    taken = {shard.shard for shard in checkpoint.shards}
     for shard in checkpoint.shards:
         mine, stored, copied = by_shard.get(shard.shard, []), inputs.get(shard.shard, []), kept.get(shard.shard, [])
         if not (mine or stored or copied):
@@ -125,7 +126,8 @@ def lay_out_shards(
             plans.append(plan)
             continue
         lots = divide(Lot(mine, stored, copied), max_bytes)
-        names = _names_of_pieces(shard.shard, len(lots), {header.shard for header in checkpoint.shards})
+        names = _names_of_pieces(shard.shard, len(lots), taken)
+        taken.update(names)
         plans += [_laid_out(name, shard.metadata, lot) for name, lot in zip(names, lots, strict=True)]
     return plans
 

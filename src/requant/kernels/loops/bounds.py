@@ -15,13 +15,33 @@ from .jit import bits_of, float_of, kernel
 # the end of the grid.
 _UP, _DOWN = f32(1 + 2.0**-20), f32(1 - 2.0**-20)
 _TINY = f32(2.0**-149)
+_CHUNK = 128  # what is looked at more closely for one value that needs it
 
 
 @kernel
 def _raise_to(largest: Any, values: Any) -> None:
+    """Raise each column's largest magnitude so far."""
     for c in range(values.size):
         a = abs(values[c])
         largest[c] = a if a > largest[c] else largest[c]
+
+
+@kernel
+def _largest_of(values: Any) -> Any:
+    """Return the bits of the largest magnitude."""
+    largest = u32(0)
+    for c in range(values.size):
+        a = u32(bits_of(values[c]) & u32(0x7FFFFFFF))
+        if a > largest:  # max() would compare in 64 bits
+            largest = a
+    return largest
+
+
+@kernel
+def _fill(scale: Any, half: Any, s: Any, half_gap: Any) -> None:
+    for c in range(scale.size):
+        scale[c] = s
+        half[c] = half_gap
 
 
 @kernel
@@ -56,11 +76,13 @@ def _is_bad(value: Any, stored: Any, scale: Any, half: Any, low: Any, high: Any,
 
 
 @kernel
-def _count(value: Any, stored: Any, scale: Any, half: Any, low: Any, high: Any, allow: Allowance) -> Any:
-    count: Any = 0
+def _all_near(value: Any, stored: Any, scale: Any, half: Any, allow: Allowance) -> Any:
+    """Tell whether no value needs a closer look."""
+    far = u32(0)
     for c in range(value.size):
-        count += np.int64(_is_bad(value[c], stored[c], scale[c], half[c], low[c], high[c], allow))
-    return count
+        near = abs(value[c] - stored[c]) < _allowed(value[c], stored[c], scale[c], half[c], allow)
+        far |= u32(0) if near else u32(1)
+    return far == u32(0)
 
 
 @kernel
@@ -79,10 +101,10 @@ def beyond(
 ) -> Any:
     """Return how many values are beyond their bound; write the worst's flat index and its bound to ``found`` [2].
 
-    ``room``, float32 [5, cols], holds for a row what each column's region has.
+    ``room``, float32 [3, cols], holds for a row what each column has.
     """
     rows, cols = values.shape
-    largest, scale, half, least, most = room[0], room[1], room[2], room[3], room[4]
+    largest, scale, half = room[0], room[1], room[2]
     count, worst = 0, f32(0)
     for band in range(scales.shape[0]):
         top, bottom = band * height, min(band * height + height, rows)
@@ -91,22 +113,21 @@ def beyond(
             _raise_to(largest, values[r])
         for b in range(scales.shape[1]):
             start, stop = b * width, min(b * width + width, cols)
-            region_amax = f32(0)
-            for c in range(start, stop):
-                region_amax = max(region_amax, largest[c])
+            region_amax = float_of(_largest_of(largest[start:stop]))
             s = max(scales[band, b], _TINY)
-            coarsest = s if region_amax <= allow.vanishing else min(s, f32(region_amax * allow.coarsest))
-            scale[start:stop] = s
-            half[start:stop] = coarsest * allow.least
-            least[start:stop] = low[band, b]
-            most[start:stop] = high[band, b]
+            finest = s if region_amax <= allow.vanishing else min(s, f32(region_amax * allow.coarsest))
+            half_gap = finest * allow.least
+            _fill(scale[start:stop], half[start:stop], s, half_gap)
         for r in range(top, bottom):
-            more = _count(values[r], stored[r], scale, half, least, most, allow)
-            count += more
-            if more:
-                for c in range(cols):
-                    x, y = values[r, c], stored[r, c]
-                    if _is_bad(x, y, scale[c], half[c], least[c], most[c], allow):
+            for start in range(0, cols, _CHUNK):
+                stop = min(start + _CHUNK, cols)
+                chunk = slice(start, stop)
+                if _all_near(values[r, chunk], stored[r, chunk], scale[chunk], half[chunk], allow):
+                    continue
+                for c in range(start, stop):
+                    x, y, b = values[r, c], stored[r, c], c // width
+                    if _is_bad(x, y, scale[c], half[c], low[band, b], high[band, b], allow):
+                        count += 1
                         allowed = _allowed(x, y, scale[c], half[c], allow)
                         excess = f32(abs(x - y) / allowed)
                         if not (excess <= worst):
