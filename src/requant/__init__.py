@@ -1,6 +1,7 @@
 """requant rewrites quantized checkpoints straight on the safetensors bytes.
 
-The verbs of the command line as functions: `convert`, `inspect`, `verify`, `compare`, `upgrade`, `family_init`. They
+The verbs of the command line as functions: `convert`, `inspect`, `verify`, `compare`, `upgrade`, `config`,
+`family_init`. They
 raise `CheckpointError`, `CallError` or `SurroundingsError`, each with its ``problems``.
 """
 
@@ -12,7 +13,7 @@ from requant.errors import CallError, CheckpointError, Problem, RequantError, Su
 from requant.version import __version__
 
 if TYPE_CHECKING:
-    from requant.api import compare, convert, family_init, inspect, upgrade, verify
+    from requant.api import compare, config, convert, family_init, inspect, upgrade, verify
 
 __all__ = [
     "CallError",
@@ -22,6 +23,7 @@ __all__ = [
     "SurroundingsError",
     "__version__",
     "compare",
+    "config",
     "convert",
     "family_init",
     "inspect",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from requant.checkpoint.checkpoint import open_checkpoint
+from requant.checkpoint.writer import write_atomically
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.job import check_input_scales, obstacles, run_job, scan_job
 from requant.execute.progress import Progress, unwatched
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # a conversion starts without them
     from requant.execute.upgrade import Upgrade
     from requant.plan.family_draft import FamilyDraft
     from requant.plan.inspection import Inspection
+    from requant.plan.present import Present
 
 StrPath = str | os.PathLike[str]
 
@@ -216,6 +218,34 @@ def inspect(src: StrPath) -> Inspection:
 
     with os_errors(), open_checkpoint(existing_folder(src)) as checkpoint:
         return inspect_checkpoint(checkpoint)
+
+
+def config(directory: StrPath, *, write: bool = False) -> Present:
+    """Return the quantization_config that the tensors in a folder call for; with ``write``, put it in place.
+
+    The config.json that was there, if it was another, is then called config.json.before-requant.
+    """
+    from requant.execute.journal import locked_folder
+    from requant.execute.upgrade import ASIDE, open_upgrade
+    from requant.plan.present import config_of
+
+    with os_errors(), contextlib.ExitStack() as stack:
+        folder = existing_folder(directory)
+        if write:
+            stack.enter_context(locked_folder(folder))
+        checkpoint, record = open_upgrade(folder)
+        with checkpoint:
+            if record is not None:
+                message = f"{folder} is being upgraded"
+                raise CallError(Problem("fingerprint", message, remedy="finish that with `requant upgrade`"))
+            found = config_of(checkpoint)
+            if write and found.files:
+                name = checkpoint.config_file
+                if name in found.files:
+                    write_atomically(folder / (name + ASIDE), checkpoint.config or b"")
+                for file, data in sorted(found.files.items(), key=lambda item: item[0] == name):
+                    write_atomically(folder / file, data)
+            return found
 
 
 def recipes() -> dict[str, str]:

@@ -185,6 +185,19 @@ def upgrade(
 
 
 @app.command()
+def config(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint.", show_default=False)],
+    write: Annotated[bool, typer.Option("--write", help="Put it in place; the old file stays beside it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the quantization_config that the tensors on disk call for."""
+    with _reporting(as_json) as report:
+        from requant import api, render
+
+        report(api.config(directory, write=write).to_json() | {"written": write}, render.config)
+
+
+@app.command()
 def verify(
     src: Src,
     headers: Annotated[bool, typer.Option("--headers", help="Headers, index and config only.")] = False,

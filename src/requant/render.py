@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,14 @@ def _notes(notes: Iterable[str]) -> None:
 def family_draft(document: Mapping[str, Any]) -> None:
     """Print the draft of a family's YAML as it is."""
     print(document["yaml"], end="")
+
+
+def config(document: Mapping[str, Any]) -> None:
+    """Print a quantization_config as it is, and on stderr what it differs from."""
+    print(json.dumps(document["quantization_config"], indent=2))
+    for name in document["differs"]:
+        _console(stderr=True).print(f"{_plain(name)} {'said' if document['written'] else 'says'} something else")
+    _notes(document["notes"])
 
 
 def recipes(document: Mapping[str, Any]) -> None:
