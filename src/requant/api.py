@@ -69,6 +69,7 @@ def convert(
     family: str | None = None,
     max_shard_size: str | int | None = None,
     workers: int | None = None,
+    manifest: bool = False,
     dry_run: bool = False,
     scan: bool = False,
     restart: bool = False,
@@ -84,7 +85,8 @@ def convert(
     FP8 store: ``constant:VALUE``, ``bound``, or the path of a checkpoint that has some or of a JSON file with amax by
     module. Weights that have scales of their own keep them under ``constant``. ``dialect``: the output's. ``family``:
     whose facts say which modules are fused, by name or as a YAML file, where config.json's model_type does not.
-    Output shards larger than ``max_shard_size`` (``50GB``, or a number of bytes) are split.
+    Output shards larger than ``max_shard_size`` (``50GB``, or a number of bytes) are split. ``manifest``: write what
+    lets someone else make the same again, and check it (`verify`).
     ``dry_run``: plan from headers only; with ``scan`` read the scales of quantized sources, too. An interrupted
     job continues where it was; ``restart`` discards it. Whatever stands in the way is in the error that is raised
     before anything is written; only a NaN or Inf among the values themselves comes to light later.
@@ -114,7 +116,7 @@ def convert(
             raise CheckpointError(plan.problems, plan.to_json())
         values = None
         if not dry_run:
-            values = run_job(plan, destination, workers, restart, progress)
+            values = run_job(plan, destination, workers, restart, progress, manifest=manifest)
         else:
             check_input_scales(plan)
             plan.notes.extend(obstacles(plan, destination, restart))
@@ -152,6 +154,7 @@ def upgrade(
     input_scale: str = "constant:1.0",
     family: str | None = None,
     workers: int | None = None,
+    manifest: bool = False,
     dry_run: bool = False,
     scan: bool = False,
     progress: Progress = unwatched,
@@ -192,7 +195,7 @@ def upgrade(
             if found.nothing_to_do:
                 found.plan.notes.append("there is nothing to do: the checkpoint is what the recipe makes of it")
             elif not dry_run:
-                values = run_upgrade(found, workers, progress)
+                values = run_upgrade(found, workers, progress, manifest=manifest)
             elif found.lack:
                 found.plan.notes.append(found.lack)
             if scan and dry_run:
@@ -279,6 +282,7 @@ def verify(
     level: Level = "scales",
     *,
     against: StrPath | None = None,
+    manifest: StrPath | None = None,
     strict: bool = False,
     workers: int | None = None,
     progress: Progress = unwatched,
@@ -286,7 +290,8 @@ def verify(
     """Check the checkpoint in folder ``src``: headers and config, all scales on top, or all data.
 
     ``against``: the folder of the checkpoint that it was made of. Every tensor and every value is then accounted for:
-    what was kept has its bytes, a weight that changed its format lies within that format's bound.
+    what was kept has its bytes, a weight that changed its format lies within that format's bound. ``manifest``: the
+    file with the hashes that its tensors should have.
 
     Nothing that is wrong with it is raised: it is in the result. ``strict`` makes the notes problems.
     """
@@ -295,7 +300,8 @@ def verify(
     with os_errors():
         folder = existing_folder(src)
         source = None if against is None else existing_folder(against)
-        found = verify_folder(folder, level, _worker_count(workers), progress, source)
+        listed = None if manifest is None else Path(manifest)
+        found = verify_folder(folder, level, _worker_count(workers), progress, source, listed)
     if strict:
         notes = [Problem("index-mismatch", note) for note in found.notes]
         return Verification(found.state, found.problems + notes, [])

@@ -64,6 +64,9 @@ Family = Annotated[
         help="What engines fuse, if config.json's model_type does not say: generic, kimi_k3 …, or a YAML file.",
     ),
 ]
+Manifest = Annotated[
+    bool, typer.Option("--manifest", help="Write hashes of all tensors: the same source and recipe make the same.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan from the headers; write nothing.")]
 Scan = Annotated[bool, typer.Option("--scan", help="Read the scales, too, and count over-span values.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; default: the CPUs in the affinity mask.", min=1)]
@@ -109,6 +112,7 @@ def convert(
         str | None, typer.Option(metavar="SIZE", help="Split output shards larger than this: 50GB, 5GiB …")
     ] = None,
     workers: Workers = None,
+    manifest: Manifest = False,
     dry_run: DryRun = False,
     scan: Scan = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the unfinished job in DST.")] = False,
@@ -137,6 +141,7 @@ def convert(
             family=family,
             max_shard_size=max_shard_size,
             workers=workers,
+            manifest=manifest,
             dry_run=dry_run,
             scan=scan,
             restart=restart,
@@ -156,6 +161,7 @@ def upgrade(
     input_scale: InputScale = "constant:1.0",
     family: Family = None,
     workers: Workers = None,
+    manifest: Manifest = False,
     dry_run: DryRun = False,
     scan: Scan = False,
     as_json: Json = False,
@@ -177,6 +183,7 @@ def upgrade(
             input_scale=input_scale,
             family=family,
             workers=workers,
+            manifest=manifest,
             dry_run=dry_run,
             scan=scan,
             progress=progress,
@@ -207,6 +214,9 @@ def verify(
         Path | None,
         typer.Option(metavar="SRC", help="And that it is what a conversion of SRC may have made: reads all of both."),
     ] = None,
+    manifest: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="And every tensor against the hashes of a manifest.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Notes count as problems.")] = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -221,7 +231,9 @@ def verify(
         level: Literal["headers", "scales", "data"] = "headers" if headers else "data" if data else "scales"
         if level != "headers":
             _announce_compilation()
-        found = api.verify(src, level, against=against, strict=strict, workers=workers, progress=progress)
+        found = api.verify(
+            src, level, against=against, manifest=manifest, strict=strict, workers=workers, progress=progress
+        )
         report(found.to_json(), render.verification, 0 if found.ok else 1)
 
 

@@ -150,6 +150,15 @@ def _read_headers(
     return tuple(headers)
 
 
+def read_shard(store: LocalStore, shard: str) -> ShardHeader:
+    """Read the header of one shard, whatever an index says; CheckpointError where it is broken."""
+    faults = Faults()
+    header = _read_header(store, shard, store.size(shard), faults)
+    faults.check()
+    assert header is not None
+    return header
+
+
 def _read_header(store: LocalStore, shard: str, size: int, faults: Faults) -> ShardHeader | None:
     blob = store.read(shard, 0, min(size, _FIRST_READ))
     needed = PREFIX_BYTES + int.from_bytes(blob[:PREFIX_BYTES], "little")

@@ -14,6 +14,7 @@ _INDEX_SUFFIXES = tuple(f"{suffix}.index.json" for suffix in WEIGHT_SUFFIXES)
 _REWRITTEN = frozenset(
     {
         "config.json",
+        "requant-manifest.json",
         "hf_quant_config.json",  # ModelOpt
         "quant_config.json",  # AutoAWQ
         "quantize_config.json",  # AutoGPTQ

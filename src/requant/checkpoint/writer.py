@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64_hexdigest
 
 from requant.checkpoint import fsio
+from requant.checkpoint.hashing import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from requant.checkpoint.hashing import TensorHashes
     from requant.checkpoint.layout import CopyRun, ShardLayout
     from requant.checkpoint.store import LocalStore
 
@@ -25,13 +27,16 @@ class ShardWriter:
     """Writes one shard: its header at once, its parts in any order from any thread, its name at the end.
 
     ``temp`` is on the same file system and no name a loader looks for. What has been written is dropped from the
-    page cache. What the system refuses is a SurroundingsError (``no-space``, ``io``) naming the file.
+    page cache. ``hashes`` is fed what is written, and, read beside the copying, what is copied. What the system refuses
+    is a SurroundingsError (``no-space``, ``io``) naming the file.
     """
 
-    def __init__(self, path: Path, temp: Path, layout: ShardLayout, header: bytes) -> None:
+    def __init__(
+        self, path: Path, temp: Path, layout: ShardLayout, header: bytes, hashes: TensorHashes | None = None
+    ) -> None:
         if temp.suffix == ".safetensors":
             raise ValueError(f"a loader would take {temp.name} for a finished shard")
-        self._path, self._temp = path, temp
+        self._path, self._temp, self._hashes = path, temp, hashes
         self._data_start, self._data_bytes = len(header), layout.data_bytes
         self._dirty, self._lock = 0, Lock()
         with fsio.naming(temp):
@@ -49,6 +54,8 @@ class ShardWriter:
         self._check(start, len(view))
         with fsio.naming(self._temp):
             fsio.write_at(self._fd, view, self._data_start + start)
+        if self._hashes is not None:
+            self._hashes.feed(start, view)
         self._written(len(view))
 
     def copy(self, store: LocalStore, run: CopyRun) -> None:
@@ -56,6 +63,10 @@ class ShardWriter:
         self._check(run.start, run.nbytes)
         with fsio.naming(self._temp):
             store.copy_to(run.shard, run.source_offset, run.nbytes, self._fd, self._data_start + run.start)
+        if self._hashes is not None:
+            for done in range(0, run.nbytes, CHUNK):
+                piece = store.read(run.shard, run.source_offset + done, min(CHUNK, run.nbytes - done))
+                self._hashes.feed(run.start + done, memoryview(piece))
         self._written(run.nbytes)
 
     def finish(self) -> None:

@@ -51,12 +51,17 @@ class Verification:
 
 
 def verify_folder(
-    folder: Path, level: Level, workers: int, progress: Progress, against: Path | None = None
+    folder: Path,
+    level: Level,
+    workers: int,
+    progress: Progress,
+    against: Path | None = None,
+    manifest: Path | None = None,
 ) -> Verification:
     """Verify the checkpoint in ``folder``: its headers, and on top of that all scales, or all data.
 
     ``against``: and whether it is what a conversion may have made of the checkpoint in that folder. What is wrong with
-    that one is a CheckpointError.
+    that one is a CheckpointError. ``manifest``: and whether every tensor has the hash that this file gives it.
     """
     if level not in get_args(Level):
         raise CallError(Problem("bad-option", f"level {level!r}", remedy=f"one of {', '.join(get_args(Level))}"))
@@ -84,6 +89,10 @@ def verify_folder(
                 from requant.checks.against import check_against
 
                 found.problems.extend(check_against(checkpoint, source, workers, progress))
+            if manifest is not None:
+                from requant.execute.manifest import check_manifest
+
+                found.problems.extend(check_manifest(checkpoint, manifest, workers, progress))
         except CheckpointError as error:
             return Verification(state, list(error.problems), [])
     return found

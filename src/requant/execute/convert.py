@@ -14,12 +14,14 @@ import numpy as np
 
 from requant.checkpoint.fault import step
 from requant.checkpoint.fsio import PAGE
+from requant.checkpoint.hashing import TensorHashes
 from requant.checkpoint.layout import CopyRun, header_bytes
 from requant.checkpoint.names import CONFIG_FILES
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
 from requant.execute.input_scales import InputAmax
 from requant.execute.journal import WORK, Journal
+from requant.execute.manifest import NAME, keep_hashes
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import Values, job_tiles
 from requant.execute.work import convert_group, convert_tile, start_job
@@ -39,6 +41,7 @@ class _OpenShard:
 
     plan: ShardPlan
     writer: ShardWriter
+    hashes: TensorHashes | None = None
     pending: int = 1  # one for the item that says that there are no more
     values: Values = field(default_factory=Values)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -47,8 +50,12 @@ class _OpenShard:
 _Work = Callable[[Scratch], Values]
 
 
-def write_shards(plan: Plan, journal: Journal, amax: InputAmax, workers: int, advance: Callable[[int], None]) -> Values:
+def write_shards(
+    plan: Plan, journal: Journal, amax: InputAmax, workers: int, advance: Callable[[int], None], *, hashing: bool
+) -> Values:
     """Write every shard that the journal does not have; return the fate of all converted values.
+
+    With ``hashing`` the hashes of their tensors are kept for the manifest.
 
     ``amax`` tells the activations' amax where scales of them are written. ``advance`` is told output bytes as they
     come, from any thread. Whatever interrupts this leaves the shards that are done, named in the journal, and
@@ -65,6 +72,8 @@ def write_shards(plan: Plan, journal: Journal, amax: InputAmax, workers: int, ad
                 return
         shard.writer.finish()
         del open_shards[shard.plan.name]
+        if shard.hashes is not None:
+            keep_hashes(journal.folder, shard.plan.name, shard.hashes.result())
         journal.mark_done(shard.plan.name, shard.values)
 
     def items() -> Iterator[tuple[_OpenShard, _Work, int]]:
@@ -72,7 +81,9 @@ def write_shards(plan: Plan, journal: Journal, amax: InputAmax, workers: int, ad
             if _is_done(shard_plan, journal):
                 advance(shard_plan.layout.data_bytes)
                 continue
-            shard = open_shards[shard_plan.name] = _open(shard_plan, plan, journal.folder, f"{number}.partial")
+            shard = open_shards[shard_plan.name] = _open(
+                shard_plan, plan, journal.folder, f"{number}.partial", hashing=hashing
+            )
             for work, nbytes in _shard_work(shard, plan, amax):
                 with shard.lock:
                     shard.pending += 1
@@ -98,18 +109,22 @@ def write_shards(plan: Plan, journal: Journal, amax: InputAmax, workers: int, ad
     return total
 
 
-def commit(plan: Plan, journal: Journal) -> None:
-    """Put side files, index and config.json in place, in this order, and remove the journal.
+def commit(plan: Plan, journal: Journal, manifest: Callable[[], bytes] | None) -> None:
+    """Put side files, the manifest, index and config.json in place, in this order, and remove the journal.
 
     A loader that looks before the last step finds no config.json.
     """
     for side in plan.side_files:
         copy_file(plan.checkpoint.store, side.source, journal.folder / side.destination)
-    finish(plan, journal)
+    finish(plan, journal, manifest)
 
 
-def finish(plan: Plan, journal: Journal) -> None:
-    """Put the index and config.json in place, in this order, and remove the journal."""
+def finish(plan: Plan, journal: Journal, manifest: Callable[[], bytes] | None) -> None:
+    """Put the manifest, the index and config.json in place, in this order, and remove the journal."""
+    if manifest is not None:
+        write_atomically(journal.folder / NAME, manifest())
+    else:
+        (journal.folder / NAME).unlink(missing_ok=True)  # of what has been there before
     index = index_json(plan)
     if index is not None:
         name, data = index
@@ -149,6 +164,7 @@ def output_files(plan: Plan) -> list[str]:
         *(side.destination for side in plan.side_files),
         *([index] if index else []),
         *plan.files,
+        NAME,
     ]
 
 
@@ -163,7 +179,7 @@ def _is_done(shard: ShardPlan, journal: Journal) -> bool:
     return shard.name in journal.done and path.is_file() and path.stat().st_size > shard.layout.data_bytes
 
 
-def _open(shard: ShardPlan, plan: Plan, folder: Path, temp: str) -> _OpenShard:
+def _open(shard: ShardPlan, plan: Plan, folder: Path, temp: str, *, hashing: bool) -> _OpenShard:
     layout = shard.layout
     if shard.verbatim:
         source = next(header for header in plan.checkpoint.shards if header.shard == shard.name)
@@ -172,7 +188,8 @@ def _open(shard: ShardPlan, plan: Plan, folder: Path, temp: str) -> _OpenShard:
         header = header_bytes(layout)
     final = folder / shard.name
     final.parent.mkdir(parents=True, exist_ok=True)
-    return _OpenShard(shard, ShardWriter(final, folder / WORK / temp, layout, header))
+    hashes = TensorHashes(layout) if hashing else None
+    return _OpenShard(shard, ShardWriter(final, folder / WORK / temp, layout, header, hashes), hashes)
 
 
 def _shard_work(shard: _OpenShard, plan: Plan, amax: InputAmax) -> Iterator[tuple[_Work, int]]:

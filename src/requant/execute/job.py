@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.convert import commit, output_files, write_shards
 from requant.execute.input_scales import input_amax
 from requant.execute.journal import check_destination, claim, fingerprint_of, free_space, left_behind
+from requant.execute.manifest import manifest_json, source_digest
 from requant.execute.progress import Progress
 from requant.execute.scan import scan, scanned_bytes
 from requant.execute.tiles import Values
 from requant.plan.plan import Plan
 
 
-def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress: Progress) -> Values:
-    """Carry out a plan without problems, or what is left of it; return the fate of all converted values."""
+def run_job(
+    plan: Plan, destination: Path, workers: int, restart: bool, progress: Progress, *, manifest: bool
+) -> Values:
+    """Carry out a plan without problems, or what is left of it; return the fate of all converted values.
+
+    With ``manifest`` there is one in the end.
+    """
     fingerprint = fingerprint_of(plan)
     amax = input_amax(plan)
     if not check_destination(destination, fingerprint, restart):
@@ -29,14 +36,17 @@ def run_job(plan: Plan, destination: Path, workers: int, restart: bool, progress
         if journal.done:
             plan.notes.append(f"continued: {len(journal.done)} of {len(plan.shards)} shards were done already")
         with progress("converting", sum(shard.layout.data_bytes for shard in plan.shards)) as advance:
-            values = write_shards(plan, journal, amax, workers, advance)
+            values = write_shards(plan, journal, amax, workers, advance, hashing=manifest)
         values.exact += _respelled_values(plan)
         if values.unlike_reference:
             plan.notes.append(
                 f"{values.unlike_reference:,} weights are so small that the reference's global scale overflows: they "
                 "were encoded in float32"
             )
-        commit(plan, journal)
+        shards = [shard.name for shard in plan.shards]
+        source = source_digest((header.shard, header.digest) for header in plan.checkpoint.shards)
+        wanted = partial(manifest_json, destination, shards, source, plan.recipe, workers, progress)
+        commit(plan, journal, wanted if manifest else None)
     return values
 
 

@@ -12,6 +12,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from requant.execute.convert import finish, write_shards
 from requant.execute.input_scales import input_amax
 from requant.execute.job import scan_job
 from requant.execute.journal import Journal, free_space, read_journal
+from requant.execute.manifest import manifest_json, source_digest
 from requant.execute.pooling import amax, pool
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
@@ -122,8 +124,11 @@ def plan_upgrade(checkpoint: Checkpoint, record: Mapping[str, Any] | None, recip
     return Upgrade(plan, changed, record, _space(checkpoint.store.root, changed, workers))
 
 
-def run_upgrade(upgrade: Upgrade, workers: int, progress: Progress) -> Values:
-    """Carry out an upgrade without problems, or what is left of it; the folder is locked by the caller."""
+def run_upgrade(upgrade: Upgrade, workers: int, progress: Progress, *, manifest: bool) -> Values:
+    """Carry out an upgrade without problems, or what is left of it; the folder is locked by the caller.
+
+    With ``manifest`` there is one in the end, for which all shards are read.
+    """
     plan, folder = upgrade.plan, upgrade.plan.checkpoint.store.root
     scales = input_amax(plan)
     if upgrade.lack:
@@ -151,10 +156,13 @@ def run_upgrade(upgrade: Upgrade, workers: int, progress: Progress) -> Values:
     with progress("upgrading", sum(shard.layout.data_bytes for shard in upgrade.changed)) as advance:
         # Shards that are to be rewritten are never among those done: their headers say so.
         journal.done = {name: values for name, values in journal.done.items() if name not in _names(left)}
-        values = write_shards(left, journal, scales, workers, advance)
+        values = write_shards(left, journal, scales, workers, advance, hashing=manifest)
     if _STALE not in plan.files:
         (folder / _STALE).unlink(missing_ok=True)
-    finish(plan, journal)
+    shards = [shard.name for shard in plan.shards]
+    source = source_digest((name, digests[0]) for name, digests in record["shards"].items())
+    wanted = partial(manifest_json, folder, shards, source, plan.recipe, workers, progress)
+    finish(plan, journal, wanted if manifest else None)
     return values
 
 
