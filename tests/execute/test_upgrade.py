@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -245,3 +248,33 @@ def test_full_size_attention_upgrade_rewrites_little_where_files_share(full_size
     assert found["bytes_written"] < 80e9
     assert 1.4e12 < found["bytes_shared"] + found["bytes_written"] < 1.56e12
     assert not (full_size_k3 / ".requant").exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_real_kills_once_the_first_shard_has_changed(tmp_path: Path, recipe: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights = {
+        f"model.layers.{n}.self_attn.o_proj.weight": rng.normal(0, 1, (256, 4096)).astype(BF16) for n in range(24)
+    }
+    names = [f"model-{n + 1:05}-of-00024.safetensors" for n in range(24)]
+    shards = {file: {name: weights[name]} for file, name in zip(names, weights, strict=True)}
+    source = write(Source(shards, {"model_type": "llama"}), tmp_path / "source")
+    wanted = shutil.copytree(source, tmp_path / "wanted")
+    requant.upgrade(wanted, recipe=recipe)
+    folder = shutil.copytree(source, tmp_path / "upgraded")
+    before = (folder / names[0]).stat().st_ino
+    for kills in range(1, 20):
+        command = [sys.executable, "-m", "requant", "upgrade", str(folder), "--recipe", str(recipe), "--workers", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (folder / names[0]).stat().st_ino == before:
+            time.sleep(0.001)
+        time.sleep(float(rng.uniform(0, 0.05)))
+        process.kill()
+        if process.wait() == 0:
+            break
+        state = requant.verify(folder, "headers").state
+        assert state == "in-progress" or not (folder / ".requant" / "journal.json").exists()
+        if kills == 3:
+            requant.upgrade(folder, recipe=recipe)
+            break
+    assert contents(folder) == contents(wanted)
