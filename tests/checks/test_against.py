@@ -79,7 +79,9 @@ def said(folder: Path, source: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("scale", ["amax", "search"])
 @pytest.mark.parametrize("arithmetic", ["reference", "float32"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [dtype if dtype == "BF16" else pytest.param(dtype, marks=pytest.mark.heavy) for dtype in DTYPES]
+)
 def test_whatever_is_made_of_values_is_within_its_bound(
     sources: dict[str, Path], tmp_path: Path, dtype: str, scheme: str, arithmetic: Any, scale: str
 ) -> None:

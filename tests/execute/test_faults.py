@@ -103,6 +103,7 @@ def convert_command(src: Path, dst: Path) -> list[str]:
     return [sys.executable, "-m", "requant", "convert", str(src), str(dst), "--scheme", "FP8_BLOCK", "--json"]
 
 
+@pytest.mark.heavy
 def test_kill_9_at_random_times(small_k3: Path, tmp_path: Path) -> None:
     """Kills spread over the time in which there is something to lose; between kill and re-run nothing looks whole."""
     ignore = [word for pattern in demo.IGNORE for word in ("--ignore", pattern)]

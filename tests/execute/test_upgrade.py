@@ -85,7 +85,7 @@ def killed(folder: Path, recipe: Path, kind: str, number: int) -> bool:
     return status != 0
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4"])
+@pytest.mark.parametrize("scheme", ["NVFP4", pytest.param("FP8_DYNAMIC", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("kind", ["write", "fsync", "rename", "index", "config"])
 def test_whatever_step_it_dies_at(tmp_path: Path, kind: str, scheme: str) -> None:
     """NVFP4's q, k and v share a scale and lie in two shards: what the first one gave is not lost with it."""
@@ -242,6 +242,7 @@ def test_another_process_is_waited_for(tmp_path: Path, recipe: Path) -> None:
             requant.upgrade(folder, recipe=recipe)
 
 
+@pytest.mark.heavy
 def test_full_size_attention_upgrade_rewrites_little_where_files_share(full_size_k3: Path) -> None:
     found = requant.upgrade(full_size_k3, recipe="kimi-k3-fp8-attention", dry_run=True).to_json()
     assert found["converted"] == {"FP8_DYNAMIC": 579}
@@ -250,6 +251,7 @@ def test_full_size_attention_upgrade_rewrites_little_where_files_share(full_size
     assert not (full_size_k3 / ".requant").exists()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(3))
 def test_real_kills_once_the_first_shard_has_changed(tmp_path: Path, recipe: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)

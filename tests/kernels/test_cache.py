@@ -39,7 +39,8 @@ import importlib
 import pkgutil
 import numpy as np
 import requant.kernels
-from requant.kernels import compare, dense, floats, fp8, fp8_search, ints, mxfp4, mxfp4_to_nvfp4, mxfp8, nvfp4
+from requant.kernels import bounds, compare, dense, floats, fp8, fp8_search, ints, mxfp4, mxfp4_to_nvfp4, mxfp8, nvfp4
+from requant.kernels import transpose
 from requant.kernels.native import Kernel
 
 def room(dtype, *shape):
@@ -53,6 +54,10 @@ groups, zeros = room(u16, rows, 5), room(u32, 17, 5)
 w, channels, blocks, errors = room(u16, rows, cols), room(u16, rows, 1), room(u16, 2, 2), np.zeros(2)
 nan = np.full((rows, cols), 0xFFFF, u16)
 compare.first_nonfinite(w, "BF16")
+transpose.transpose(w, room(u16, cols, rows))
+one = room(np.float32, 1, 1)
+allowance = bounds.Allowance(*map(np.float32, [0] * 10))
+bounds.beyond(room(np.float32, 9, 9), 2 * room(np.float32, 9, 9), (0, 0), one, -one, one, 1.0, allowance)
 floats.amax(nan, "BF16")
 floats.widen(w, "F16")
 dense.convert(w, "BF16", w.copy(), "F16")
@@ -154,6 +159,7 @@ def test_no_kernel_needs_numba_again():
     assert python(EVERY_KERNEL + TELL)[-1] == "False"
 
 
+@pytest.mark.heavy
 def test_a_damaged_cache_entry_is_compiled_again(tmp_path):
     place = {"XDG_CACHE_HOME": str(tmp_path)}
     python(USE_ONE, **place)
@@ -171,6 +177,7 @@ def test_a_damaged_cache_entry_is_compiled_again(tmp_path):
     assert python(USE_ONE + TELL, **place) == ["-1", "False"]
 
 
+@pytest.mark.heavy
 def test_processes_that_find_the_cache_empty_at_once_all_work(tmp_path):
     place = {"XDG_CACHE_HOME": str(tmp_path)}
     with ThreadPoolExecutor(4) as pool:

@@ -64,6 +64,7 @@ def test_full_size_kimi_k3_is_planned_to_its_published_size_in_bounded_memory(fu
     assert (found["bytes_out"], found["tensors_out"]) == (2_819_870_867_584, 497_683)
 
 
+@pytest.mark.heavy
 def test_full_size_kimi_k3s_experts_become_nvfp4(full_size_k3: Path) -> None:
     """The published W4A4 checkpoint has 1,645.9 GB."""
     found = full_size(full_size_k3, "--scheme", "NVFP4", "--target", r"re:.*\.experts\.\d+\.w[123]$")
@@ -71,6 +72,7 @@ def test_full_size_kimi_k3s_experts_become_nvfp4(full_size_k3: Path) -> None:
     assert (found["bytes_out"], found["tensors_out"]) == (1_645_947_954_176, 991_812)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("recipe", "converted", "kept"),
     [

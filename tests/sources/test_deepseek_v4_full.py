@@ -46,6 +46,7 @@ def test_fp4_experts_become_nvfp4_exactly(full_size: tuple[Path, list[Tensor]]) 
     assert found["peak_rss"] < 800e6
 
 
+@pytest.mark.heavy
 def test_all_of_it_becomes_fp8_blocks(full_size: tuple[Path, list[Tensor]]) -> None:
     folder, tensors = full_size
     found = dry_run(folder, "--scheme", "FP8_BLOCK", "--ignore", "re:.*compressor.*")
