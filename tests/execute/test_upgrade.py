@@ -231,6 +231,33 @@ def test_a_checkpoint_larger_than_the_free_disk(tmp_path: Path, recipe: Path, mo
     assert requant.verify(folder, "data").ok
 
 
+@pytest.mark.heavy
+def test_a_small_disk_that_is_full_of_it(tmp_path: Path, recipe: Path) -> None:
+    """24 shards on a file system with room for two more. Where nothing can be mounted, the test above has to do."""
+    rng = np.random.default_rng(3)
+    files = [f"model-{n + 1:05}-of-00024.safetensors" for n in range(24)]
+    shards = {
+        file: {f"model.layers.{n}.self_attn.o_proj.weight": rng.normal(0, 1, (256, 2048)).astype(BF16)}
+        for n, file in enumerate(files)
+    }
+    source = write(Source(shards, {"model_type": "llama"}), tmp_path / "source")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in source.iterdir()) // 2**20 + 4
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}M", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    try:
+        folder = shutil.copytree(source, disk / "served")
+        if mounted.returncode == 0:
+            assert shutil.disk_usage(disk).free < sum(path.stat().st_size for path in source.iterdir()) // 4
+        requant.upgrade(folder, recipe=recipe, workers=1)
+        assert requant.verify(folder, "data", against=source).ok
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_another_process_is_waited_for(tmp_path: Path, recipe: Path) -> None:
     import fcntl
 
