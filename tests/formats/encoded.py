@@ -18,11 +18,14 @@ VALUES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F3
 
 
 def allocate(format: Format, shape: tuple[int, int], dtype: str) -> list[Tile]:
-    """Return room for a weight's parts, filled with ones: an encoder must write every bit."""
+    """Return room for a weight's parts, filled with ones, but for the shape: an encoder must write every bit."""
     parts = format.parts(shape, dtype)
     arrays = [np.empty(part.shape if part.rows else (1, *part.shape), NUMPY_BITS[part.dtype]) for part in parts]
-    for array in arrays:
-        array.view(np.uint8)[:] = 0xFF
+    for array, part in zip(arrays, parts, strict=True):
+        if part.is_shape:
+            array[:] = shape
+        else:
+            array.view(np.uint8)[:] = 0xFF
     return [Tile(array, part.spells) for array, part in zip(arrays, parts, strict=True)]
 
 
@@ -37,7 +40,7 @@ def encode(
 ) -> list[Tile]:
     """Encode values of ``dtype``."""
     tiles = allocate(format, weight.shape, dtype if reference else "F32")
-    how = Encoding(reference, scale, shape=weight.shape, errors=errors)
+    how = Encoding(reference, scale, errors=errors)
     assert format.encode(Tile(weight.view(NUMPY_BITS[dtype]), dtype), tiles, how) == -1
     return tiles
 

@@ -12,7 +12,7 @@ VALUES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F3
 
 def encode(name, w, dtype, how, scale_dtype=None):
     """Return the codes and the scales (float32) of a weight given in its dtype, encoded in tiles of 128 rows."""
-    how = how._replace(amax=float(abs(w.astype(np.float64)).max()), shape=w.shape)
+    how = how._replace(amax=float(abs(w.astype(np.float64)).max()))
     bits = w.view(NUMPY_BITS[dtype])
     scale_dtype = scale_dtype or (dtype if how.reference else "F32")
     parts = FORMATS[name].parts(w.shape, scale_dtype)

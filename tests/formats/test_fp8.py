@@ -51,7 +51,7 @@ def test_the_first_value_that_is_not_finite_is_located(name, dtype, scale):
         w[97, 40] = w[90, 299] = w[90, 5] = bad
         parts = [np.zeros(p.shape, NUMPY_BITS[p.dtype]) for p in FORMATS[name].parts(w.shape, dtype)]
         tiles = [Tile(parts[0], "F8_E4M3"), Tile(parts[1], dtype)]
-        how = Encoding(True, scale, 1.0, w.shape)
+        how = Encoding(True, scale, 1.0)
         assert FORMATS[name].encode(Tile(w.view(NUMPY_BITS[dtype]), dtype), tiles, how) == 90 * 300 + 5
 
 

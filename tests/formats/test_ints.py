@@ -75,21 +75,13 @@ def test_tiles_make_up_the_weight(name, scale):
             Tile(tile.bits[first // part.rows : -(-last // part.rows)] if part.rows else tile.bits, tile.dtype)
             for tile, part in zip(tiled, kind.parts(shape, "BF16"), strict=True)
         ]
-        how = Encoding(True, scale, shape=shape)
+        how = Encoding(True, scale)
         assert kind.encode(Tile(weight[first:last].view(np.uint16), "BF16"), rows, how) == -1
         out = np.empty((last - first, shape[1]), np.uint16)
         kind.decode(rows, Tile(out, "BF16"))
         np.testing.assert_array_equal(out, decode(kind, whole, shape, "BF16").view(np.uint16)[first:last])
     for one, other in zip(whole, tiled, strict=True):
         np.testing.assert_array_equal(one.bits, other.bits)
-
-
-def test_the_shape_is_that_of_the_whole_weight():
-    kind = PackedInt(4, 32)
-    tiles = allocate(kind, (128, 64), "BF16")
-    weight = np.zeros((128, 64), np.uint16)
-    assert kind.encode(Tile(weight, "BF16"), tiles, Encoding(True, shape=(1000, 64))) == -1
-    assert tiles[-1].bits.tolist() == [[1000, 64]]
 
 
 @pytest.mark.parametrize("scale_dtype", ["BF16", "F32"])

@@ -30,7 +30,7 @@ def encode(name, bits, dtype, how):
 def test_bytes(case, name):
     dtype, writer = case.split("/")[0], WRITERS[name]
     bits, amax = GOLDEN[f"{case}/bits"], float(GOLDEN[f"{case}/amax"])
-    packed, scales, whole = encode(name, bits, dtype, Encoding(True, amax=amax, shape=bits.shape))
+    packed, scales, whole = encode(name, bits, dtype, Encoding(True, amax=amax))
     assert whole.bits.view(np.float32) == GOLDEN[f"{case}/{writer}-global"]
     np.testing.assert_array_equal(scales.bits, GOLDEN[f"{case}/{writer}-scale"])
     np.testing.assert_array_equal(packed.bits, GOLDEN[f"{case}/{writer}-packed"])
@@ -55,7 +55,7 @@ def test_parts(name):
 def test_tiles_are_as_the_whole(name):
     rng = np.random.default_rng(3)
     w = (rng.standard_normal((300, 48)) * 0.1).astype(np.float32)
-    how = Encoding(True, amax=float(abs(w).max()), shape=w.shape)
+    how = Encoding(True, amax=float(abs(w).max()))
     whole = encode(name, w.view(np.uint32), "F32", how)
     for rows in (slice(0, 128), slice(128, 256), slice(256, 300)):
         tile = encode(name, w[rows].view(np.uint32), "F32", how)
@@ -80,10 +80,10 @@ def test_mse_adds_its_errors(name):
     rng = np.random.default_rng(3)
     w = (rng.standard_normal((64, 256)) * 0.1).astype(np.float32).view(np.uint32)
     amax, errors = float(abs(w.view(np.float32)).max()), np.zeros(2)
-    found = encode(name, w, "F32", Encoding(False, "mse", amax, w.shape, errors))
+    found = encode(name, w, "F32", Encoding(False, "mse", amax, errors))
     assert 0 < errors[1] < errors[0]
     before = errors.copy()
-    again = encode(name, w, "F32", Encoding(False, "mse", amax, w.shape))
+    again = encode(name, w, "F32", Encoding(False, "mse", amax))
     np.testing.assert_array_equal(again[0].bits, found[0].bits)
-    encode(name, w, "F32", Encoding(False, "amax", amax, w.shape, errors))
+    encode(name, w, "F32", Encoding(False, "amax", amax, errors))
     np.testing.assert_array_equal(errors, before)

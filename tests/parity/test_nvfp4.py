@@ -76,7 +76,7 @@ def test_nvfp4_bytes(torch: Any, dtype: str) -> None:
         )
         shapes = fmt.parts(bits.shape, dtype)
         parts = [Tile(np.empty(p.shape, {"F32": np.uint32}.get(p.dtype, np.uint8)), p.dtype) for p in shapes]
-        how = Encoding(True, amax=float(amax), shape=bits.shape)
+        how = Encoding(True, amax=float(amax))
         assert fmt.encode(Tile(bits, dtype), parts, how) == -1
         if fmt.replaces_reference(float(amax), dtype):  # type: ignore[attr-defined]
             assert float(gparam) == 1

@@ -33,7 +33,7 @@ class JobState:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self) -> None:
-        """Allocate the scales."""
+        """Allocate the scales, and write the shape where it is one of the parts."""
         with self.lock:
             if not self.scales:
                 parts = self.job.kind.parts[1:]
@@ -41,7 +41,7 @@ class JobState:
                     np.empty(part.shape if part.rows else (1, *part.shape), NUMPY_BITS[part.dtype]) for part in parts
                 )
                 for part, scale in zip(parts, self.scales, strict=True):
-                    if part.spells == "I64":
+                    if part.is_shape:
                         scale[:] = self.job.weight.shape
 
 
@@ -153,7 +153,7 @@ def _round(
     weight, route = job.weight, job.kind.route
     errors = np.zeros(2) if route.scale == "mse" else None
     reference = route.arithmetic == "reference"
-    how = Encoding(reference, route.scale, pooled, (weight.shape[0], weight.shape[1]), errors)
+    how = Encoding(reference, route.scale, pooled, errors)
     _refuse(weight, rows, route.target.encode(values_of(source, route, weight.shape[1], scratch), target, how))
     return Values() if errors is None else Values(amax_error=float(errors[0]), error=float(errors[1]))
 

@@ -45,6 +45,11 @@ class Part(NamedTuple):
     rows: int
     spells: str
 
+    @property
+    def is_shape(self) -> bool:
+        """Whether it is the weight's logical shape, to be written by who allocates the parts."""
+        return self.spells == "I64"
+
     def spelled(self, stored: str) -> str:
         """Return what the bits are of this part stored as dtype ``stored``, which readers may take in its place."""
         return self.spells if stored == self.dtype else stored
@@ -62,14 +67,13 @@ class Encoding(NamedTuple):
 
     ``reference``: LLM Compressor's arithmetic in the weight's dtype, otherwise float32. ``amax``: the largest
     magnitude of the weight, or of the fused group that shares its scale; only formats that pool it read it.
-    ``shape``: the logical shape of the whole weight. ``errors``: float64 [2], to which a search for scales (mse)
-    adds the summed squared errors of the amax scales and of those it chose.
+    ``errors``: float64 [2], to which a search for scales (mse) adds the summed squared errors of the amax scales and
+    of those it chose.
     """
 
     reference: bool
     scale: ScaleRule = "amax"
     amax: float = 0.0
-    shape: tuple[int, int] = (0, 0)
     errors: NDArray[np.float64] | None = None
 
 
@@ -116,7 +120,8 @@ class Format(Protocol):
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
         """Encode a tile that starts at a multiple of 128 rows; return a flat index, or -1.
 
-        The index is that of the first NaN, Inf, or value too large for the format.
+        The index is that of the first NaN, Inf, or value too large for the format. A part that `Part.is_shape` is
+        left alone: a tile does not know the weight's.
         """
         ...
 

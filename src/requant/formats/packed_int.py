@@ -98,12 +98,11 @@ class PackedInt:
         return zeros - np.float32(2 ** (self.bits - 1))
 
     def encode(self, weight: Tile, parts: Sequence[Tile], how: Encoding) -> int:
-        """Scale every group so that its values fill the codes, or as ``how.scale`` says; write ``how.shape``."""
+        """Scale every group so that its values fill the codes, or as ``how.scale`` says."""
         from requant.kernels import ints
 
         words, scales = parts[0].bits, parts[1].bits
         zeros = None if self.symmetric else parts[2].bits
-        parts[-1].bits.reshape(-1)[:] = how.shape
         search = how.scale == "mse"
         kind = ints.PACKED[self.bits]
         return ints.encode(
