@@ -209,11 +209,11 @@ def _shard_work(shard: _OpenShard, plan: Plan, amax: InputAmax) -> Iterator[tupl
             for rows in job_tiles(job):
                 share = _output_bytes(job) * (rows.last - rows.first) // job.weight.shape[0]
                 yield partial(convert_tile, state, rows, store, writer), share
-    for group in pooled_groups(shard.plan.jobs):
-        states = [start_job(job, starts) for job in group]
-        together = plan.spread.get(group[0].group, group)
-        known = plan.pooled.get(group[0].weight.module)
-        yield partial(convert_group, states, together, known, store, writer), sum(map(_output_bytes, group))
+    for group, jobs in pooled_groups(shard.plan.jobs).items():
+        states = [start_job(job, starts) for job in jobs]
+        together = plan.spread.get(group, jobs)
+        known = plan.pooled.get(jobs[0].weight.module)
+        yield partial(convert_group, states, together, known, store, writer), sum(map(_output_bytes, jobs))
 
 
 def _output_bytes(job: Job) -> int:

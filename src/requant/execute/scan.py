@@ -17,7 +17,7 @@ from requant.execute.pooling import pool
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import job_tiles, read_scales, read_weight, tile_rows
 from requant.execute.workers import run_parallel
-from requant.plan.jobs import Job
+from requant.plan.jobs import Job, pooled_groups
 from requant.plan.plan import Plan
 
 
@@ -63,13 +63,10 @@ def scan(plan: Plan, workers: int, advance: Callable[[int], None], *, count_over
 
 def _groups(plan: Plan) -> Iterator[Sequence[Job]]:
     """Yield the quantized jobs, those that pool a number together."""
-    together: dict[str, list[Job]] = {}
     for job in _quantized(plan):
-        if job.group and job.kind.route.pools:
-            together.setdefault(job.group, []).append(job)
-        else:
+        if not job.kind.route.pools:
             yield (job,)
-    yield from together.values()
+    yield from pooled_groups(_quantized(plan)).values()
 
 
 def _count_over_span(plan: Plan, group: Sequence[Job], scratch: Scratch, found: Findings) -> None:

@@ -129,13 +129,13 @@ def must_round(jobs: Iterable[Job]) -> list[Problem]:
     ]
 
 
-def pooled_groups(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs of a shard that pool a number, by fused group; a job of no group is one of its own."""
+def pooled_groups(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+    """Return the jobs that pool a number, by fused group; one of no group is alone, under its module's name."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         if job.kind.route.pools:
             groups.setdefault(job.group or job.weight.module, []).append(job)
-    return list(groups.values())
+    return groups
 
 
 def is_held(group: Iterable[Job]) -> bool:

@@ -73,11 +73,11 @@ class Plan:
         """Return the bytes that pooling reads beyond what is converted: of other shards, or too large to hold."""
         again = 0
         for shard in self.shards:
-            for group in pooled_groups(shard.jobs):
-                together = self.spread.get(group[0].group, group)
+            for group, jobs in pooled_groups(shard.jobs).items():
+                together = self.spread.get(group, jobs)
                 again += sum(map(source_bytes, together))
                 if is_held(together):
-                    again -= sum(map(source_bytes, group))
+                    again -= sum(map(source_bytes, jobs))
         return again
 
     def to_json(self) -> dict[str, Any]:

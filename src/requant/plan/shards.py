@@ -14,7 +14,7 @@ from requant.checkpoint.layout import CopyRun, ShardLayout, TensorSpec, lay_out
 from requant.dialects import Dialect
 from requant.plan.banks import BankPlan
 from requant.plan.inventory import Inventory
-from requant.plan.jobs import Job
+from requant.plan.jobs import Job, pooled_groups
 from requant.plan.lots import Lot, StoredInput, divide
 from requant.plan.select import Selection
 from requant.recipe.input_scale import InputScaleSource
@@ -156,14 +156,11 @@ def _names_of_pieces(shard: str, count: int, taken: Container[str]) -> list[str]
 
 def spread_groups(shards: Iterable[ShardPlan]) -> dict[str, list[Job]]:
     """Return the jobs of every fused group that pools a number and is written to more than one shard."""
-    members: dict[str, list[Job]] = {}
-    homes: dict[str, set[str]] = {}
+    pieces: dict[str, list[list[Job]]] = {}
     for shard in shards:
-        for job in shard.jobs:
-            if job.group and job.kind.route.pools:
-                members.setdefault(job.group, []).append(job)
-                homes.setdefault(job.group, set()).add(shard.name)
-    return {group: together for group, together in members.items() if len(homes[group]) > 1}
+        for group, jobs in pooled_groups(shard.jobs).items():
+            pieces.setdefault(group, []).append(jobs)
+    return {group: [*chain.from_iterable(found)] for group, found in pieces.items() if len(found) > 1}
 
 
 def _bank_of(job: Job) -> TensorSpec:
