@@ -17,7 +17,7 @@ from requant.checkpoint.writer import write_atomically
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.job import check_input_scales, obstacles, run_job, scan_job
 from requant.execute.progress import Progress, unwatched
-from requant.execute.tiles import Values
+from requant.execute.values import Values
 from requant.execute.workers import default_workers
 from requant.formats import ScaleRule
 from requant.plan.plan import Plan, make_plan

@@ -23,7 +23,8 @@ from requant.execute.input_scales import InputAmax
 from requant.execute.journal import WORK, Journal
 from requant.execute.manifest import NAME, keep_hashes
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Values, job_tiles
+from requant.execute.tiles import job_tiles
+from requant.execute.values import Values
 from requant.execute.work import convert_group, convert_tile, start_job
 from requant.execute.workers import run_parallel
 from requant.plan.jobs import Job, pooled_groups

@@ -13,7 +13,7 @@ from requant.execute.journal import check_destination, claim, fingerprint_of, fr
 from requant.execute.manifest import manifest_json, source_digest
 from requant.execute.progress import Progress
 from requant.execute.scan import scan, scanned_bytes
-from requant.execute.tiles import Values
+from requant.execute.values import Values
 from requant.plan.plan import Plan
 
 

@@ -22,7 +22,7 @@ from requant.checkpoint.fsio import naming, sync_folder
 from requant.checkpoint.names import CONFIG_FILES
 from requant.checkpoint.writer import write_atomically
 from requant.errors import CallError, Problem, SurroundingsError
-from requant.execute.tiles import Values
+from requant.execute.values import Values
 from requant.plan.plan import Plan
 from requant.version import __version__
 

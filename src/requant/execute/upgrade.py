@@ -32,7 +32,8 @@ from requant.execute.manifest import manifest_json, source_digest
 from requant.execute.pooling import amax, pool
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Values, read_scales, read_weight
+from requant.execute.tiles import read_scales, read_weight
+from requant.execute.values import Values
 from requant.execute.workers import run_parallel
 from requant.plan.jobs import Job, source_bytes
 from requant.plan.plan import Plan, make_plan

@@ -16,7 +16,8 @@ from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError
 from requant.execute.pooling import nan_or_inf, pool
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Rows, Values, job_tiles, read_weight, values_of
+from requant.execute.tiles import Rows, job_tiles, read_weight, values_of
+from requant.execute.values import Values
 from requant.formats import FLOAT_DTYPES, NUMPY_BITS, Encoding, Tile
 from requant.formats.nvfp4 import Nvfp4
 from requant.plan.jobs import Into, Job, is_held
