@@ -1,10 +1,10 @@
-"""The matching order of vLLM, case by case, and the names under which engines know a module."""
+"""The matching order of vLLM, case by case."""
 
 from __future__ import annotations
 
 import pytest
 
-from requant.engines.resolver import Resolver, name_variants, resolve
+from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError
 
 EXPERT = "model.layers.3.mlp.experts.0.gate_proj"
@@ -43,7 +43,7 @@ def config(*groups: list[str], ignore: list[str] | None = None) -> dict[str, obj
     ],
 )
 def test_matching_order(groups: list[list[str]], ignore: list[str], module: str, group: str | None) -> None:
-    assert resolve(config(*groups, ignore=ignore), module) == group
+    assert Resolver(config(*groups, ignore=ignore))(module) == group
 
 
 def test_published_mixed_config() -> None:
@@ -86,7 +86,7 @@ def test_published_mixed_config() -> None:
 
 @pytest.mark.parametrize("quantization_config", [{}, {"config_groups": None, "ignore": None}, config([])])
 def test_nothing_configured(quantization_config: dict[str, object]) -> None:
-    assert resolve(quantization_config, "a") is None
+    assert Resolver(quantization_config)("a") is None
 
 
 @pytest.mark.parametrize("field", ["targets", "ignore"])
@@ -95,40 +95,3 @@ def test_bad_pattern(field: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         Resolver(bad)
     assert [problem.code for problem in caught.value.problems] == ["bad-pattern"]
-
-
-ROOTS = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
-
-
-@pytest.mark.parametrize("root", ROOTS)
-@pytest.mark.parametrize("path", ["layers.7.self_attn.q_proj", "lm_head", "embed_tokens"])
-def test_text_modules_hang_under_every_root(root: str, path: str) -> None:
-    variants = list(name_variants(root + path))
-    assert variants[0] == root + path
-    assert sorted(variants) == sorted(before + path for before in ROOTS)
-
-
-def test_expert_variants() -> None:
-    variants = list(name_variants("model.layers.1.block_sparse_moe.experts.7.w2"))
-    assert variants[0] == "model.layers.1.block_sparse_moe.experts.7.w2"
-    assert len(variants) == len(set(variants)) == 20
-    assert "model.layers.1.block_sparse_moe.experts.7.down_proj" in variants
-    assert "layers.1.mlp.experts.7.down_proj" in variants
-    assert "model.language_model.layers.1.mlp.experts.7.w2" in variants
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "vision_tower.encoder.layers.0.self_attn.q_proj",
-        "model.visual.blocks.3.attn.qkv",
-        "mtp.layers.0.self_attn.q_proj",
-        "mm_projector.proj.0",
-    ],
-)
-def test_other_modules_stay_where_they_are(module: str) -> None:
-    assert list(name_variants(module)) == [module]
-
-
-def test_w1_outside_of_experts_keeps_its_name() -> None:
-    assert "layers.0.ffn.gate_proj" not in set(name_variants("layers.0.ffn.w1"))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from requant.dialects.compressed_tensors import Group
-from requant.engines.resolver import Resolver, name_variants
+from requant.engines.names import name_variants
+from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError
 from requant.plan.config import synthesize
 from requant.schemes import SCHEMES

@@ -18,7 +18,8 @@ import pytest
 import requant
 from parity.checkpoints import Source, read, write
 from requant.checkpoint.checkpoint import open_checkpoint
-from requant.engines.resolver import Resolver, name_variants
+from requant.engines.names import name_variants
+from requant.engines.resolver import Resolver
 from requant.plan.plan import make_plan
 from requant.recipe.patterns import compile_patterns
 from requant.recipe.recipe import Recipe, Rule

@@ -14,7 +14,7 @@ import pytest
 import requant
 from parity.checkpoints import Source, read, write
 from requant import demo
-from requant.engines.resolver import resolve
+from requant.engines.resolver import Resolver
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -279,8 +279,8 @@ def test_a_3d_expert_bank_is_refused_unless_ignored_and_then_described(tmp_path:
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
     config = json.loads(result.plan.files["config.json"])["quantization_config"]
     for expert in ("experts.0.gate_proj", "experts.3.up_proj"):
-        assert resolve(config, f"model.layers.0.mlp.{expert}") is None
-    assert resolve(config, "model.layers.0.o_proj") == "group_0"
+        assert Resolver(config)(f"model.layers.0.mlp.{expert}") is None
+    assert Resolver(config)("model.layers.0.o_proj") == "group_0"
 
 
 def test_a_tied_head_without_a_tensor_is_not_called_quantized(tmp_path: Path) -> None:
@@ -288,9 +288,9 @@ def test_a_tied_head_without_a_tensor_is_not_called_quantized(tmp_path: Path) ->
     src = checkpoint(tmp_path / "src", {"model.layers.0.o_proj.weight": weight(8, 64)})
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", dry_run=True)
     config = json.loads(result.plan.files["config.json"])["quantization_config"]
-    assert resolve(config, "lm_head") is None
-    assert resolve(config, "language_model.lm_head") is None
-    assert resolve(config, "model.layers.0.o_proj") == "group_0"
+    assert Resolver(config)("lm_head") is None
+    assert Resolver(config)("language_model.lm_head") is None
+    assert Resolver(config)("model.layers.0.o_proj") == "group_0"
 
 
 def int2_part(rows: int, columns: int) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def test_a_weight_of_an_unknown_format_stays_with_the_group_that_its_source_give
         plan(src, tmp_path)
     result = requant.convert(src, tmp_path / "unused", "FP8_BLOCK", ignore=["re:.*experts.*"], dry_run=True)
     config = json.loads(result.plan.files["config.json"])["quantization_config"]
-    name = resolve(config, "model.layers.0.mlp.experts.0.up_proj")
+    name = Resolver(config)("model.layers.0.mlp.experts.0.up_proj")
     assert name is not None
     assert config["config_groups"][name]["format"] == "pack-quantized"
     assert config["config_groups"][name]["weights"] == INT2_WEIGHTS

@@ -20,7 +20,7 @@ from requant.checkpoint.strict_json import load_object
 from requant.dialects import DIALECTS
 from requant.dialects.compressed_tensors import COMPRESSED_TENSORS
 from requant.dialects.recognise import Weight
-from requant.engines.resolver import name_variants
+from requant.engines.names import name_variants
 from requant.errors import CallError, CheckpointError, Problem
 from requant.families.family import fused_groups
 from requant.formats.dense import VALUE_DTYPES

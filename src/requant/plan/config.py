@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from requant.dialects.compressed_tensors import Group
-from requant.engines.resolver import TEXT_ROOTS, Resolver, component_spellings, name_variants, split_root
+from requant.engines.names import TEXT_ROOTS, component_spellings, name_variants, split_root
+from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 
 Numbers = tuple[str, ...]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from requant.dialects.compressed_tensors import Group
-from requant.engines.resolver import name_variants
+from requant.engines.names import name_variants
 
 
 def fp8_config(groups: Mapping[str, Group | None]) -> dict[str, Any]:

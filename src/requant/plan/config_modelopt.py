@@ -14,7 +14,7 @@ from typing import Any
 
 from requant.dialects.compressed_tensors import Group
 from requant.engines.fused import fused_layers
-from requant.engines.resolver import TEXT_ROOTS, component_spellings, name_variants, split_root
+from requant.engines.names import TEXT_ROOTS, component_spellings, name_variants, split_root
 from requant.plan.config import one_expert_of_each
 from requant.version import __version__
 

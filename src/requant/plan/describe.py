@@ -11,7 +11,8 @@ from typing import Any
 from requant.dialects import Dialect
 from requant.dialects.compressed_tensors import Group
 from requant.dialects.recognise import Weight
-from requant.engines.resolver import MISTRAL_HEAD, Resolver
+from requant.engines.names import MISTRAL_HEAD
+from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 from requant.families.family import Family
 from requant.plan.config import synthesize
