@@ -129,13 +129,13 @@ def config_words(scheme: Scheme, dialect: Dialect) -> str:
     name = dialect.formats.get(scheme.format, scheme.format)
     if not can_write(dialect, scheme):
         return "—"
-    if scheme.group is None:
+    if scheme.config_group is None:
         return "unquantized"
     match dialect.name:
         case "compressed-tensors":
-            word = scheme.group.format
+            word = scheme.config_group.format
         case "modelopt":
-            word = modelopt_config({"model.layers.0.mlp.up_proj": scheme.group})["quant_algo"]
+            word = modelopt_config({"model.layers.0.mlp.up_proj": scheme.config_group})["quant_algo"]
         case _:
             word = dialect.name
     stored = f" (`{dialect.input_scales[name].suffix}`)" if scheme.stores_input_scale else ""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from requant.dialects.base import Dialect
-from requant.dialects.compressed_tensors import Group, ct_format
+from requant.dialects.compressed_tensors import ConfigGroup, ct_format
 from requant.formats import PackedInt
 
 Arguments = Mapping[str, Any]
@@ -30,11 +30,11 @@ class Scheme:
     input_activations: Arguments | None
 
     @property
-    def group(self) -> Group | None:
+    def config_group(self) -> ConfigGroup | None:
         """The scheme as a group of a compressed-tensors config; None: unquantized."""
         if self.weights is None:
             return None
-        return Group(ct_format(self.format), self.weights, self.input_activations)
+        return ConfigGroup(ct_format(self.format), self.weights, self.input_activations)
 
     @property
     def stores_input_scale(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from requant.plan.config import synthesize
+from requant.plan.config_compressed_tensors import synthesize
 from requant.schemes import SCHEMES
 
 pytestmark = pytest.mark.parity
@@ -21,7 +21,7 @@ LEAVES = (
 @pytest.mark.parametrize(
     "chosen",
     [
-        *({"self_attn.q_proj": name} for name, scheme in SCHEMES.items() if scheme.group is not None),
+        *({"self_attn.q_proj": name} for name, scheme in SCHEMES.items() if scheme.config_group is not None),
         {"self_attn.q_proj": "FP8_DYNAMIC", "self_attn.b_proj": "FP8_BLOCK"},
         {"self_attn.q_proj": "FP8_DYNAMIC", "mlp.experts.0.w1": "MXFP4A16", "mlp.experts.1.w1": "MXFP4A16"},
         {"self_attn.b_proj": "FP8_BLOCK", "mlp.experts.1.w1": "MXFP4A16"},
@@ -33,7 +33,7 @@ def test_compressed_tensors_reads_it(chosen: dict[str, str]) -> None:
     from compressed_tensors.utils import is_match
 
     modules = {
-        f"model.layers.{layer}.{leaf}": SCHEMES[chosen[leaf]].group if leaf in chosen else None
+        f"model.layers.{layer}.{leaf}": SCHEMES[chosen[leaf]].config_group if leaf in chosen else None
         for layer in range(3)
         for leaf in LEAVES
     }

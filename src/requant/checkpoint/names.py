@@ -10,6 +10,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5
 CONFIG_FILES = ("config.json", "params.json")
 """The file without which a checkpoint is none: Hugging Face's, or else Mistral's."""
 
+HF_QUANT_CONFIG = "hf_quant_config.json"
+"""What ModelOpt's checkpoints say of their quantization beside config.json, or in its place."""
+
 MISTRAL_WEIGHTS = "consolidated"
 """What the names of Mistral's own weight files begin with: engines tell from it which config they read."""
 

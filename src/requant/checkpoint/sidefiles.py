@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from requant.checkpoint.faults import Faults
-from requant.checkpoint.names import WEIGHT_SUFFIXES, is_hostile, is_private, is_weight_file
+from requant.checkpoint.names import HF_QUANT_CONFIG, WEIGHT_SUFFIXES, is_hostile, is_private, is_weight_file
 
 if TYPE_CHECKING:
     from requant.checkpoint.store import LocalStore
@@ -15,7 +15,7 @@ _REWRITTEN = frozenset(
     {
         "config.json",
         "requant-manifest.json",
-        "hf_quant_config.json",  # ModelOpt
+        HF_QUANT_CONFIG,
         "quant_config.json",  # AutoAWQ
         "quantize_config.json",  # AutoGPTQ
     }

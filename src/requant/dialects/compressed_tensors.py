@@ -57,7 +57,7 @@ def ct_format(format_name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ConfigGroup:
     """What a config group says of its modules: the ``format``, and the arguments of weights and activations."""
 
     format: str

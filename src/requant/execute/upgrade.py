@@ -22,7 +22,7 @@ from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from requant.checkpoint.fault import step
 from requant.checkpoint.fsio import naming, sync_folder
 from requant.checkpoint.layout import header_bytes
-from requant.checkpoint.names import CONFIG_FILES
+from requant.checkpoint.names import CONFIG_FILES, HF_QUANT_CONFIG
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.convert import finish, write_shards
 from requant.execute.input_scales import input_amax
@@ -43,8 +43,6 @@ from requant.version import __version__
 
 ASIDE = ".before-requant"
 """What is added to the name of the old config, which stays."""
-
-_STALE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +156,8 @@ def run_upgrade(upgrade: Upgrade, workers: int, progress: Progress, *, manifest:
         # Shards that are to be rewritten are never among those done: their headers say so.
         journal.done = {name: values for name, values in journal.done.items() if name not in _names(left)}
         values = write_shards(left, journal, scales, workers, advance, hashing=manifest)
-    if _STALE not in plan.files:
-        (folder / _STALE).unlink(missing_ok=True)
+    if HF_QUANT_CONFIG not in plan.files:
+        (folder / HF_QUANT_CONFIG).unlink(missing_ok=True)
     shards = [shard.name for shard in plan.shards]
     source = source_digest((name, digests[0]) for name, digests in record["shards"].items())
     wanted = partial(manifest_json, folder, shards, source, plan.recipe, workers, progress)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from requant.dialects.compressed_tensors import Group
+from requant.dialects.compressed_tensors import ConfigGroup
 from requant.engines.names import name_variants
 
 
-def fp8_config(groups: Mapping[str, Group | None]) -> dict[str, Any]:
+def fp8_config(groups: Mapping[str, ConfigGroup | None]) -> dict[str, Any]:
     """Return the config of a checkpoint whose modules are FP8 blocks but for those without a group.
 
     vLLM (``quantization/fp8.py``) compares the listed names exactly, and knows no patterns: every name that an

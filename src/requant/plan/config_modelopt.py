@@ -7,15 +7,17 @@ and looks its layers up in ``quantized_layers``. It calls the key ``ignore``, SG
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from requant.dialects.compressed_tensors import Group
+from requant.checkpoint.names import HF_QUANT_CONFIG
+from requant.dialects.compressed_tensors import ConfigGroup
 from requant.engines.fused import fused_layers
 from requant.engines.names import TEXT_ROOTS, component_spellings, name_variants, split_root
-from requant.plan.config import one_expert_of_each
+from requant.plan.config_compressed_tensors import one_expert_of_each
 from requant.version import __version__
 
 Algorithm = tuple[str, int | None]
@@ -25,7 +27,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _ROOT_NAMES = frozenset(name for root in TEXT_ROOTS for name in root.split("."))
 
 
-def modelopt_config(groups: Mapping[str, Group | None]) -> dict[str, Any]:
+def modelopt_config(groups: Mapping[str, ConfigGroup | None]) -> dict[str, Any]:
     """Return the config of a checkpoint whose modules are quantized as their groups say (None: they are not)."""
     algorithms = {module: _algorithm(group) for module, group in one_expert_of_each(groups).items()}
     algorithms |= fused_layers(algorithms)
@@ -50,14 +52,15 @@ def modelopt_config(groups: Mapping[str, Group | None]) -> dict[str, Any]:
     return {**config, "ignore": globs, "exclude_modules": globs, "kv_cache_scheme": None}
 
 
-def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the older form of a config from `modelopt_config`, which readers expect in hf_quant_config.json."""
+def hf_quant_files(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return hf_quant_config.json, by its name: the older form of a config from `modelopt_config`."""
     kept = {key: config[key] for key in ("quant_algo", "group_size", "quantized_layers") if key in config}
     rest = {"kv_cache_quant_algo": None, "exclude_modules": config["exclude_modules"]}
-    return {"producer": config["producer"], "quantization": {**kept, **rest}}
+    older = {"producer": config["producer"], "quantization": {**kept, **rest}}
+    return {HF_QUANT_CONFIG: json.dumps(older, indent=2).encode() + b"\n"}
 
 
-def _algorithm(group: Group | None) -> Algorithm | None:
+def _algorithm(group: ConfigGroup | None) -> Algorithm | None:
     if group is None:
         return None
     weights = group.weights

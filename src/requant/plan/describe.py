@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from requant.dialects import Dialect
-from requant.dialects.compressed_tensors import Group
+from requant.dialects.compressed_tensors import COMPRESSED_TENSORS, ConfigGroup
+from requant.dialects.fp8 import FP8
+from requant.dialects.modelopt import MODELOPT
 from requant.dialects.recognise import Weight
 from requant.engines.names import MISTRAL_HEAD
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
 from requant.families.family import Family
-from requant.plan.config import synthesize
+from requant.plan.config_compressed_tensors import synthesize
 from requant.plan.config_fp8 import fp8_config
-from requant.plan.config_modelopt import hf_quant_config, modelopt_config
+from requant.plan.config_modelopt import hf_quant_files, modelopt_config
 from requant.plan.select import Selection
 from requant.plan.source_config import SourceConfig
 from requant.schemes import SCHEMES, scheme_of
+
+_CONFIGS: Mapping[str, Callable[[Mapping[str, ConfigGroup | None]], dict[str, Any]]] = MappingProxyType(
+    {COMPRESSED_TENSORS.name: synthesize, FP8.name: fp8_config, MODELOPT.name: modelopt_config}
+)
+"""Dialect → what makes its quantization_config, given the group of every module."""
 
 _ROUTED = ".experts."
 _FOUR_BITS = frozenset({"mxfp4", "nvfp4", "nvfp4-scale2"})
@@ -49,17 +56,12 @@ def describe(
     A kept weight that is quantized keeps its source's activation settings; one of a format unknown here keeps
     the group that the source's config gives it, without which it cannot be described (CheckpointError).
     """
-    groups = _groups(selection, source, native_activations=native_activations)
+    groups = _config_groups(selection, source, native_activations=native_activations)
     settings = {"expert_dtype": _expert_dtype(selection)} if family is not None and family.expert_dtype else {}
     if not any(groups.values()):
         return Description(None, settings=settings)
-    if dialect.name == "fp8":
-        return Description(fp8_config(groups), settings=settings)
-    if dialect.name == "modelopt":
-        config = modelopt_config(groups)
-        beside = {"hf_quant_config.json": json.dumps(hf_quant_config(config), indent=2).encode() + b"\n"}
-        return Description(config, beside, settings)
-    return Description(synthesize(groups), settings=settings)
+    config = _CONFIGS[dialect.name](groups)
+    return Description(config, hf_quant_files(config) if dialect is MODELOPT else {}, settings)
 
 
 def _expert_dtype(selection: Selection) -> str:
@@ -74,8 +76,10 @@ def _expert_dtype(selection: Selection) -> str:
     return "fp4" if formats & _FOUR_BITS else "fp8"
 
 
-def _groups(selection: Selection, source: SourceConfig, *, native_activations: bool) -> dict[str, Group | None]:
-    """Return the group of every module that an engine could take for a Linear; None: unquantized.
+def _config_groups(
+    selection: Selection, source: SourceConfig, *, native_activations: bool
+) -> dict[str, ConfigGroup | None]:
+    """Return the config group of every module that an engine could take for a Linear; None: unquantized.
 
     ``native_activations``: MXFP4 weights that stay beside others are given MXFP8 activations, without which vLLM
     (0.32) does not take its own MXFP4 path for them.
@@ -85,10 +89,10 @@ def _groups(selection: Selection, source: SourceConfig, *, native_activations: b
     )
     quantization = source.quantization if source.is_compressed_tensors else {}
     resolver = Resolver(quantization)
-    groups: dict[str, Group | None] = {}
+    groups: dict[str, ConfigGroup | None] = {}
     for target, weights in selection.under_schemes():
-        groups.update(dict.fromkeys(chain.from_iterable(map(_asked_as, weights)), target.scheme.group))
-    known: dict[tuple[str, str | None, bool], Group | None] = {}
+        groups.update(dict.fromkeys(chain.from_iterable(map(_asked_as, weights)), target.scheme.config_group))
+    known: dict[tuple[str, str | None, bool], ConfigGroup | None] = {}
     problems = []
     for weight in selection.kept:
         if weight.format == "dense" or (not weight.format and len(weight.parts) == 1):
@@ -158,14 +162,14 @@ def _asked_as(weight: Weight) -> list[str]:
     return [f"{parent}{'' if len(weight.shape) == 2 else '.0'}.{member}" for member in members]
 
 
-def _kept_group(weight: Weight, quantization: Mapping[str, Any], name: str | None) -> Group | None:
+def _kept_group(weight: Weight, quantization: Mapping[str, Any], name: str | None) -> ConfigGroup | None:
     """Return the group of a quantized weight that stays; ``name`` is its group in the source's config."""
     declared = quantization["config_groups"][name] if name else None
     scheme = scheme_of(weight.format, stores_input_scale=bool(weight.inputs))
-    preset = None if scheme is None else scheme.group
+    preset = None if scheme is None else scheme.config_group
     if preset is not None:
         return preset if declared is None else replace(preset, input_activations=declared.get("input_activations"))
     if declared is None or not declared.get("weights"):
         return None
     ct_format = declared.get("format") or quantization.get("format")
-    return Group(str(ct_format), declared["weights"], declared.get("input_activations"))
+    return ConfigGroup(str(ct_format), declared["weights"], declared.get("input_activations"))

@@ -20,7 +20,7 @@ from requant.formats import format_named
 from requant.plan.banks import divide_banks, into_banks
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import Description, describe, disagreements
-from requant.plan.groups import fused_members, split_groups
+from requant.plan.fused_groups import fused_members, split_groups
 from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory
 from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes

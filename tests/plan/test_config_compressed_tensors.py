@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from requant.dialects.compressed_tensors import Group
+from requant.dialects.compressed_tensors import ConfigGroup
 from requant.engines.names import name_variants
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError
-from requant.plan.config import synthesize
+from requant.plan.config_compressed_tensors import synthesize
 from requant.schemes import SCHEMES
 
-BLOCK, CHANNEL, MXFP4 = (SCHEMES[name].group for name in ("FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16"))
+BLOCK, CHANNEL, MXFP4 = (SCHEMES[name].config_group for name in ("FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16"))
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 ROOTS = ("", "model.", "language_model.model.", "model.language_model.")
 
 
-def answers(config: dict[str, Any], modules: dict[str, Group | None]) -> dict[str, Any]:
+def answers(config: dict[str, Any], modules: dict[str, ConfigGroup | None]) -> dict[str, Any]:
     """What an engine makes of each module: the group's weight arguments and activations, or None."""
     resolver = Resolver(config)
     groups = config["config_groups"]
     return {module: groups.get(resolver(module)) for module in modules}
 
 
-def assert_says(config: dict[str, Any], modules: dict[str, Group | None]) -> None:
+def assert_says(config: dict[str, Any], modules: dict[str, ConfigGroup | None]) -> None:
     for module, group in answers(config, modules).items():
         scheme = modules[module]
         if scheme is None:
@@ -56,7 +56,7 @@ def a_model(root: str = "model.", layers: int = 4, experts: int = 3) -> Iterator
     yield from ("mm_projector.proj.0", "mm_projector.proj.2")
 
 
-def scheme_of(module: str, rules: dict[str, Group]) -> Group | None:
+def scheme_of(module: str, rules: dict[str, ConfigGroup]) -> ConfigGroup | None:
     return next((scheme for pattern, scheme in rules.items() if re.fullmatch(pattern, module)), None)
 
 
@@ -165,7 +165,7 @@ def test_some_layers_only() -> None:
 
 
 def test_some_experts_of_some_layers_only() -> None:
-    modules: dict[str, Group | None] = {
+    modules: dict[str, ConfigGroup | None] = {
         f"model.layers.{layer}.mlp.experts.{expert}.up_proj": (
             MXFP4 if layer in (1, 3) and expert != 2 else CHANNEL if layer == 2 else None
         )
@@ -203,7 +203,7 @@ def test_the_order_of_modules_makes_no_difference() -> None:
 
 
 def test_equal_schemes_are_one() -> None:
-    twin = Group(CHANNEL.format, CHANNEL.weights, CHANNEL.input_activations)
+    twin = ConfigGroup(CHANNEL.format, CHANNEL.weights, CHANNEL.input_activations)
     assert list(synthesize({"a": CHANNEL, "b": twin})["config_groups"]) == ["group_0"]
 
 
@@ -233,7 +233,7 @@ names = st.lists(components, min_size=1, max_size=5).map(".".join)
 
 
 @given(st.dictionaries(names, st.sampled_from([None, CHANNEL, BLOCK, MXFP4]), min_size=1))
-def test_any_names(modules: dict[str, Group | None]) -> None:
+def test_any_names(modules: dict[str, ConfigGroup | None]) -> None:
     """Whatever the names: the configuration says what was asked for, unless modules share names."""
     if not any(modules.values()):
         return
@@ -256,7 +256,7 @@ modules_by_number = st.dictionaries(
 
 
 @given(modules_by_number)
-def test_any_division_of_layers_and_experts(choice: dict[tuple[int, int, str], Group | None]) -> None:
+def test_any_division_of_layers_and_experts(choice: dict[tuple[int, int, str], ConfigGroup | None]) -> None:
     if not any(choice.values()):
         return
     modules = {f"model.layers.{n}.mlp.experts.{e}.{leaf}": scheme for (n, e, leaf), scheme in choice.items()}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from requant.dialects.compressed_tensors import Group
+from requant.dialects.compressed_tensors import ConfigGroup
 from requant.engines.names import TEXT_ROOTS, component_spellings, name_variants, split_root
 from requant.engines.resolver import Resolver
 from requant.errors import CheckpointError, Problem
@@ -33,7 +33,7 @@ _ANYWHERE = r"(?:.*\.)?"
 _UNDER_A_TEXT_ROOT = f"(?:{'|'.join(re.escape(root) for root in TEXT_ROOTS if root)})?"
 
 
-def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
+def synthesize(schemes: Mapping[str, ConfigGroup | None]) -> dict[str, Any]:
     """Return the compressed-tensors ``quantization_config`` that says exactly what ``schemes`` says.
 
     ``schemes`` holds every module that an engine could take for a Linear (weights of two and more dimensions,
@@ -58,10 +58,10 @@ def synthesize(schemes: Mapping[str, Group | None]) -> dict[str, Any]:
     return config
 
 
-def one_expert_of_each(schemes: Mapping[str, Group | None]) -> Mapping[str, Group | None]:
+def one_expert_of_each(schemes: Mapping[str, ConfigGroup | None]) -> Mapping[str, ConfigGroup | None]:
     """Leave one expert to stand for its layer, if in no layer the experts differ: hundreds say the same."""
-    told: dict[tuple[str, str], Group | None] = {}
-    few: dict[str, Group | None] = {}
+    told: dict[tuple[str, str], ConfigGroup | None] = {}
+    few: dict[str, ConfigGroup | None] = {}
     for module, scheme in schemes.items():
         layer, dot, expert = module.rpartition(".experts.")
         number, _, leaf = expert.partition(".")
@@ -74,7 +74,7 @@ def one_expert_of_each(schemes: Mapping[str, Group | None]) -> Mapping[str, Grou
     return few
 
 
-def _envelope(ranked: Sequence[Group], targets: Sequence[list[str]], ignore: list[str]) -> dict[str, Any]:
+def _envelope(ranked: Sequence[ConfigGroup], targets: Sequence[list[str]], ignore: list[str]) -> dict[str, Any]:
     formats = {scheme.format for scheme in ranked}
     mixed = len(formats) > 1
     groups = {}
@@ -97,11 +97,11 @@ def _envelope(ranked: Sequence[Group], targets: Sequence[list[str]], ignore: lis
     }
 
 
-def _rank(schemes: Collection[Group | None]) -> tuple[list[Group], Callable[[Group | None], int]]:
+def _rank(schemes: Collection[ConfigGroup | None]) -> tuple[list[ConfigGroup], Callable[[ConfigGroup | None], int]]:
     """Return the distinct schemes, the one of most modules first, and a function from scheme to place."""
     modules = Counter(map(id, schemes))
     objects = {id(scheme): scheme for scheme in schemes if scheme is not None}
-    distinct: dict[str, Group] = {}
+    distinct: dict[str, ConfigGroup] = {}
     size: Counter[str] = Counter()
     for key, scheme in objects.items():
         distinct[_spelled(scheme)] = scheme
@@ -111,7 +111,7 @@ def _rank(schemes: Collection[Group | None]) -> tuple[list[Group], Callable[[Gro
     return [distinct[text] for text in ranked], lambda scheme: numbers.get(id(scheme), _KEPT)
 
 
-def _spelled(scheme: Group) -> str:
+def _spelled(scheme: ConfigGroup) -> str:
     """Return what is the same of schemes that say the same, in whatever order."""
     return json.dumps([scheme.format, scheme.weights, scheme.input_activations], sort_keys=True, default=dict)
 
@@ -137,7 +137,9 @@ class _Template:
         return next(iter(self.modules)) if len(self.modules) == 1 else self.name
 
 
-def _templates(schemes: Mapping[str, Group | None], scheme_number: Callable[[Group | None], int]) -> list[_Template]:
+def _templates(
+    schemes: Mapping[str, ConfigGroup | None], scheme_number: Callable[[ConfigGroup | None], int]
+) -> list[_Template]:
     templates: dict[str, dict[int, dict[Numbers, str]]] = {}
     parents: dict[str, tuple[str, Numbers]] = {"": ("", ())}
 
