@@ -20,7 +20,7 @@ from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.workers import run_parallel
 from requant.formats import FLOAT_DTYPES, NUMPY_BITS, format_named
-from requant.plan.describe import disagreements
+from requant.plan.disagreements import disagreements
 from requant.plan.inventory import Inventory, take_inventory
 from requant.plan.source_config import parse_config
 

@@ -1,4 +1,4 @@
-"""The ``quantization_config`` that says which module holds which scheme, and the proof that it does.
+"""The ``quantization_config`` of the dialect compressed-tensors: a scheme for every module, and the proof of it.
 
 Modules are described by name patterns, one for each template (a name whose numbers are left open), so that
 250,000 modules need a page. The patterns hold under every name that engines have for a module; the proof puts

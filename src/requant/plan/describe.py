@@ -1,8 +1,8 @@
-"""From a selection to the new quantization_config, and how far the source's own config is from its tensors."""
+"""From a selection to what the output says of itself: its quantization_config, and what goes with that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -116,40 +116,6 @@ def _config_groups(
     if not any(module.endswith(TIED_HEAD) or module == MISTRAL_HEAD for module in groups):
         groups[TIED_HEAD] = None
     return groups
-
-
-def disagreements(source: SourceConfig, weights: Iterable[Weight]) -> list[str]:
-    """Return a note for each way in which a compressed-tensors config disagrees with the tensors."""
-    quantized = [weight for weight in weights if weight.format != "dense"]
-    if not source.quantization:
-        if not quantized:
-            return []
-        return [f"config.json declares no quantization, yet {len(quantized)} weights are quantized on disk"]
-    if not source.is_compressed_tensors:
-        return []
-    resolver = Resolver(source.quantization)
-    claims: dict[tuple[str, str], bool] = {}
-    dense_claimed: list[str] = []
-    quantized_unclaimed: list[str] = []
-    for weight in weights:
-        if len(weight.shape) != 2:
-            continue
-        layer, _, expert = weight.module.rpartition(".experts.")
-        name = layer, expert.partition(".")[2] if layer else expert  # engines ask for one expert of a layer
-        if name not in claims:
-            claims[name] = resolver(weight.module) is not None
-        if claims[name] and weight.format == "dense":
-            dense_claimed.append(weight.module)
-        elif not claims[name] and weight.format != "dense":
-            quantized_unclaimed.append(weight.module)
-    notes = []
-    for modules, what in (
-        (dense_claimed, "config.json counts {} weights as quantized that are stored unquantized"),
-        (quantized_unclaimed, "config.json leaves out {} weights that are stored quantized"),
-    ):
-        if modules:
-            notes.append(f"{what.format(len(modules))} (the first: {modules[0]}); the tensors decide")
-    return notes
 
 
 def _asked_as(weight: Weight) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.errors import CheckpointError
 from requant.families.roles import Templates, role_of
-from requant.plan.describe import disagreements
+from requant.plan.disagreements import disagreements
 from requant.plan.inventory import take_inventory
 from requant.plan.source_config import NO_CONFIG, parse_config
 

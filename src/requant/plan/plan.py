@@ -19,7 +19,8 @@ from requant.families.family import Family, family_of
 from requant.formats import format_named
 from requant.plan.banks import divide_banks, into_banks
 from requant.plan.config_edit import edit_config
-from requant.plan.describe import Description, describe, disagreements
+from requant.plan.describe import Description, describe
+from requant.plan.disagreements import disagreements
 from requant.plan.fused_groups import fused_members, split_groups
 from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory

@@ -12,7 +12,8 @@ from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.families.family import family_of
 from requant.plan.config_edit import edit_config
-from requant.plan.describe import describe, disagreements
+from requant.plan.describe import describe
+from requant.plan.disagreements import disagreements
 from requant.plan.inventory import take_inventory
 from requant.plan.select import Selection
 from requant.plan.source_config import parse_config
