@@ -17,7 +17,7 @@ import pytest
 
 import requant
 from parity.checkpoints import Source, read, write
-from requant.checkpoint import fault
+from requant.checkpoint import rehearsal
 
 from .folders import contents
 
@@ -75,7 +75,7 @@ def killed(folder: Path, recipe: Path, kind: str, number: int) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            fault._KIND, fault._LEFT[0] = kind, number
+            rehearsal._KIND, rehearsal._LEFT[0] = kind, number
             requant.upgrade(folder, recipe=recipe, workers=1)
         except BaseException:
             os._exit(1)

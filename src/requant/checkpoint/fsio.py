@@ -8,7 +8,7 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from requant.checkpoint.fault import step
+from requant.checkpoint.rehearsal import step
 from requant.errors import Problem, SurroundingsError
 
 if TYPE_CHECKING:

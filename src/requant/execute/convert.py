@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from requant.checkpoint.fault import step
 from requant.checkpoint.fsio import PAGE
 from requant.checkpoint.hashing import TensorHashes
 from requant.checkpoint.layout import CopyRun, header_bytes
 from requant.checkpoint.names import CONFIG_FILES
+from requant.checkpoint.rehearsal import step
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
 from requant.execute.input_scales import InputAmax

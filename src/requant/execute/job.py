@@ -31,7 +31,7 @@ def run_job(
         if lack:
             remedy = "free some space, or name a DST on another file system"
             raise SurroundingsError(Problem("no-space", lack, str(destination), remedy), plan.to_json())
-        scan_job(plan, workers, progress, count_over_span=_refuses_over_span(plan))
+        scan_job(plan, workers, progress, count_over_span=plan.recipe.refuses_over_span)
     with claim(destination, fingerprint, output_files(plan), restart) as journal:
         if journal.done:
             plan.notes.append(f"continued: {len(journal.done)} of {len(plan.shards)} shards were done already")
@@ -55,7 +55,7 @@ def scan_job(plan: Plan, workers: int, progress: Progress, *, count_over_span: b
     with progress("scanning scales", scanned_bytes(plan)) as advance:
         findings = scan(plan, workers, advance, count_over_span=count_over_span)
     problems = sorted(findings.problems, key=lambda problem: problem.module)
-    if _refuses_over_span(plan):
+    if plan.recipe.refuses_over_span:
         remedy = "round them (--exact auto --on-over-span round), or --ignore the weight"
         problems += [
             Problem("over-span", f"{count:,} values lie in regions that no exact scale holds", module, remedy)
@@ -102,7 +102,3 @@ def lack_of_space(plan: Plan, destination: Path) -> str:
 
 def _respelled_values(plan: Plan) -> int:
     return sum(math.prod(weight.shape) for weights in plan.respelled.values() for weight in weights)
-
-
-def _refuses_over_span(plan: Plan) -> bool:
-    return plan.recipe.on_over_span == "refuse" or any(rule.exact == "required" for rule in plan.recipe.rules)

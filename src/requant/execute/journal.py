@@ -54,6 +54,12 @@ class Journal:
             self.write()
         self.replaced(shard)
 
+    def begin(self) -> None:
+        """Put the journal on disk, and remove what an interrupted writer has left."""
+        self.write()
+        for stale in (self.folder / WORK).glob("*.partial"):
+            stale.unlink()
+
     def write(self) -> None:
         """Put the journal on disk."""
         done = {shard: asdict(values) for shard, values in self.done.items()}
@@ -139,9 +145,7 @@ def claim(folder: Path, fingerprint: str, files: Sequence[str], restart: bool) -
         journal = Journal(folder, fingerprint, sorted(files))
         if record is not None and resume:
             journal.done = {shard: Values(**values) for shard, values in record["done"].items()}
-        journal.write()
-        for stale in (folder / WORK).glob("*.partial"):
-            stale.unlink()
+        journal.begin()
         yield journal
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from requant.checkpoint.store import LocalStore
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import Rows, job_tiles, values_of
+from requant.execute.tiles import Rows, job_tiles, read_scales, read_weight, values_of
 from requant.formats import Tile
 from requant.plan.jobs import Job
 
@@ -31,6 +32,16 @@ def pool(jobs: Iterable[Job], read: Read, read_scales: Read, scratch: Scratch) -
             if exact.pool.bound(read_scales(job, rows)) > largest:
                 largest = max(largest, exact.pool.of(read(job, rows)))
     return largest
+
+
+def pool_stored(jobs: Iterable[Job], store: LocalStore, scratch: Scratch) -> float:
+    """Return what weights `pool`, read from ``store``."""
+    return pool(
+        jobs,
+        lambda job, rows: read_weight(store, job.weight, rows, scratch),
+        lambda job, rows: read_scales(store, job.weight, rows, scratch),
+        scratch,
+    )
 
 
 def amax(job: Job, read: Read, scratch: Scratch) -> float:

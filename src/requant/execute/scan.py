@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from requant.checkpoint.store import LocalStore
 from requant.errors import Problem
-from requant.execute.pooling import pool
+from requant.execute.pooling import pool_stored
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import job_tiles, read_scales, read_weight, tile_rows
 from requant.execute.workers import run_parallel
@@ -73,12 +73,7 @@ def _count_over_span(plan: Plan, group: Sequence[Job], scratch: Scratch, found: 
     store = plan.checkpoint.store
     pooled = 0.0
     if group[0].kind.route.exact is not None and group[0].kind.route.pools:
-        pooled = pool(
-            group,
-            lambda job, rows: read_weight(store, job.weight, rows, scratch),
-            lambda job, rows: read_scales(store, job.weight, rows, scratch),
-            scratch,
-        )
+        pooled = pool_stored(group, store, scratch)
     for job in group:
         exact = job.kind.route.exact
         if exact is None:

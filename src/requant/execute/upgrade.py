@@ -19,20 +19,20 @@ from typing import Any
 import xxhash
 
 from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from requant.checkpoint.fault import step
 from requant.checkpoint.fsio import naming, sync_folder
 from requant.checkpoint.layout import header_bytes
 from requant.checkpoint.names import CONFIG_FILES, HF_QUANT_CONFIG
+from requant.checkpoint.rehearsal import step
 from requant.errors import CallError, CheckpointError, Problem, SurroundingsError
 from requant.execute.convert import finish, write_shards
 from requant.execute.input_scales import input_amax
 from requant.execute.job import scan_job
 from requant.execute.journal import Journal, free_space, read_journal
 from requant.execute.manifest import manifest_json, source_digest
-from requant.execute.pooling import amax, pool
+from requant.execute.pooling import amax, pool_stored
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
-from requant.execute.tiles import read_scales, read_weight
+from requant.execute.tiles import read_weight
 from requant.execute.values import Values
 from requant.execute.workers import run_parallel
 from requant.plan.jobs import Job, source_bytes
@@ -132,29 +132,25 @@ def run_upgrade(upgrade: Upgrade, workers: int, progress: Progress, *, manifest:
     scales = input_amax(plan)
     if upgrade.lack:
         raise SurroundingsError(Problem("no-space", upgrade.lack, str(folder), "free some space"), plan.to_json())
-    refuses = plan.recipe.on_over_span == "refuse" or any(rule.exact == "required" for rule in plan.recipe.rules)
     if upgrade.record is None:
-        scan_job(plan, workers, progress, count_over_span=refuses)
+        scan_job(plan, workers, progress, count_over_span=plan.recipe.refuses_over_span)
         _scan_values(plan, workers, progress)
     record = upgrade.record["upgrade"] if upgrade.record is not None else _new_record(upgrade, workers)
-    pooled = record["pooled"]
     done = {} if upgrade.record is None else upgrade.record["done"]
+    # Of what is to be rewritten nothing is done, whatever the journal says: the headers know.
+    changed = {shard.name for shard in upgrade.changed}
     journal = Journal(
         folder,
         _fingerprint(plan.recipe, record["shards"]),
         [],
-        {shard: Values(**values) for shard, values in done.items()},
+        {shard: Values(**values) for shard, values in done.items() if shard not in changed},
         record,
         plan.checkpoint.store.forget,
     )
-    journal.write()
-    for stale in (folder / ".requant").glob("*.partial"):
-        stale.unlink()
+    journal.begin()
     _set_aside(folder, record["config"], {"upgrade": record})
-    left = dataclasses.replace(plan, shards=upgrade.changed, pooled=pooled, spread={})
+    left = dataclasses.replace(plan, shards=upgrade.changed, pooled=record["pooled"], spread={})
     with progress("upgrading", sum(shard.layout.data_bytes for shard in upgrade.changed)) as advance:
-        # Shards that are to be rewritten are never among those done: their headers say so.
-        journal.done = {name: values for name, values in journal.done.items() if name not in _names(left)}
         values = write_shards(left, journal, scales, workers, advance, hashing=manifest)
     if HF_QUANT_CONFIG not in plan.files:
         (folder / HF_QUANT_CONFIG).unlink(missing_ok=True)
@@ -182,10 +178,6 @@ def _scan_values(plan: Plan, workers: int, progress: Progress) -> None:
         run_parallel(jobs, look_at, workers)
     if problems:
         raise CheckpointError(sorted(problems, key=lambda problem: problem.module), plan.to_json())
-
-
-def _names(plan: Plan) -> set[str]:
-    return {shard.name for shard in plan.shards}
 
 
 def _unfit(checkpoint: Checkpoint, plan: Plan, changed: list[ShardPlan]) -> list[Problem]:
@@ -231,12 +223,7 @@ def _pool_spread(plan: Plan, workers: int) -> dict[str, float]:
     store, found, lock = plan.checkpoint.store, dict[str, float](), threading.Lock()
 
     def look_at(jobs: list[Job], scratch: Scratch) -> None:
-        number = pool(
-            jobs,
-            lambda job, rows: read_weight(store, job.weight, rows, scratch),
-            lambda job, rows: read_scales(store, job.weight, rows, scratch),
-            scratch,
-        )
+        number = pool_stored(jobs, store, scratch)
         with lock:
             found.update((job.weight.module, number) for job in jobs)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from requant.checkpoint.header import TensorRef
 from requant.dialects.recognise import Bank, Weight
@@ -53,13 +54,10 @@ def divide_banks(selection: Selection, renamed: Mapping[str, TensorRef | None]) 
 
 
 def _weights(selection: Selection, *, converted: bool) -> Iterator[Weight]:
-    """Yield the weights that are converted, or those that are not."""
+    """Return the weights that are converted, or those that are not."""
     if converted:
-        groups: Iterable[list[Weight]] = selection.converted.values()
-    else:
-        groups = (selection.kept, *selection.already.values(), *selection.respelled.values())
-    for weights in groups:
-        yield from weights
+        return chain.from_iterable(selection.converted.values())
+    return chain(selection.kept, *selection.already.values(), *selection.respelled.values())
 
 
 def into_banks(jobs: list[Job], family: Family | None, experts: int | None) -> list[Job]:

@@ -46,9 +46,9 @@ class Plan:
 
     ``files`` are the new config.json and its like, by name; empty where a problem kept it from being made.
     ``spread`` holds the jobs of the fused groups that lie in more than one shard, ``pooled`` by module the numbers that
-    such groups have pooled already. ``respelled`` holds by scheme
-    the weights whose parts only change their names, or what lies beside them, ``bounds`` what bounds the activations
-    if the recipe asks for that. ``family`` is whose facts say what is fused.
+    such groups have pooled already. ``respelled`` holds by scheme the weights whose parts only change their names, or
+    what lies beside them, ``bounds`` what bounds the activations if the recipe asks for that. ``family`` is whose facts
+    say what is fused.
     """
 
     checkpoint: Checkpoint

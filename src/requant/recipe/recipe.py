@@ -57,6 +57,11 @@ class Recipe:
     name: str | None = None
     engine: str | None = None
 
+    @property
+    def refuses_over_span(self) -> bool:
+        """Whether a value that an exact route cannot hold stops the job."""
+        return self.on_over_span == "refuse" or any(rule.exact == "required" for rule in self.rules)
+
     def to_json(self) -> dict[str, Any]:
         """Return everything that makes this recipe differ from another."""
         rules = [
