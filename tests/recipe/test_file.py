@@ -50,6 +50,17 @@ def test_ordered_rules_roles_and_reasons(small_k3: Path, tmp_path: Path) -> None
     assert any(name.endswith("q_proj.weight_scale") for name in after)
 
 
+def test_weights_that_are_only_renamed_count_under_every_rule_of_their_scheme(small_k3: Path, tmp_path: Path) -> None:
+    requant.convert(small_k3, tmp_path / "fp8", "FP8_BLOCK", ignore=demo.IGNORE, dialect="fp8")
+    file = tmp_path / "mine.yaml"
+    rules = (f"  - scheme: FP8_BLOCK\n    modules: ['re:.*experts.*{leaf}$']\n" for leaf in ("w1", "w2", "w3"))
+    file.write_text("description: a test\nrules:\n" + "".join(rules))
+    found = requant.convert(tmp_path / "fp8", tmp_path / "out", recipe=file).to_json()
+    names = [name for name in read(tmp_path / "out") if name.endswith((".w1.weight", ".w2.weight", ".w3.weight"))]
+    assert found["converted"] == {"FP8_BLOCK": len(names)}
+    assert found["routes"] == {"exact": len(names)}
+
+
 def test_options_go_before_what_a_recipe_says(small_k3: Path, tmp_path: Path) -> None:
     found = requant.convert(small_k3, tmp_path, recipe="kimi-k3-fp8-block", exact="off", dry_run=True).to_json()
     assert "exact" not in found["routes"]

@@ -27,7 +27,7 @@ from requant.plan.inventory import take_inventory
 from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes
 from requant.plan.mistral import refusals
 from requant.plan.respell import respelled_parts
-from requant.plan.select import Selection, select
+from requant.plan.select import Selection, Target, select
 from requant.plan.shards import (
     ShardPlan,
     check_conservation,
@@ -158,26 +158,30 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe, pooled: Mapping[str, floa
             files = {source.file: config, **_second_config(checkpoint, new), **new.files}
     except CheckpointError as error:
         problems += error.problems
-    kept = len(selection.kept) + sum(map(len, selection.already.values()))
-    reasons = dict(selection.kept_reasons)
-    respelled = {target.scheme.name: weights for target, weights in selection.respelled.items()}
-    spread = spread_groups(shards)
     return Plan(
-        checkpoint,
-        recipe,
-        shards,
-        sides,
-        files,
-        spread,
-        pooled,
-        respelled,
-        bounds,
-        family,
-        kept,
-        reasons,
-        problems,
-        notes,
+        checkpoint=checkpoint,
+        recipe=recipe,
+        shards=shards,
+        side_files=sides,
+        files=files,
+        spread=spread_groups(shards),
+        pooled=pooled,
+        respelled=_by_scheme(selection.respelled),
+        bounds=bounds,
+        family=family,
+        kept=len(selection.kept) + sum(map(len, selection.already.values())),
+        kept_reasons=dict(selection.kept_reasons),
+        problems=problems,
+        notes=notes,
     )
+
+
+def _by_scheme(selected: Mapping[Target, list[Weight]]) -> dict[str, list[Weight]]:
+    """Return weights by the name of their scheme, under which several rules may have put them."""
+    found: dict[str, list[Weight]] = {}
+    for target, weights in selected.items():
+        found.setdefault(target.scheme.name, []).extend(weights)
+    return found
 
 
 def _wants_native(recipe: Recipe) -> bool:
