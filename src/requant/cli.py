@@ -265,7 +265,7 @@ def family_init(src: Src, as_json: Json = False) -> None:
     with _reporting(as_json) as report:
         from requant import api, render
 
-        report(api.family_init(src).to_json(), render.family_draft)
+        report(api.family_init(src).to_json(), render.yaml_text)
 
 
 @recipes_app.callback(invoke_without_command=True)
@@ -287,7 +287,7 @@ def recipes_show(
     with _reporting(as_json) as report:
         from requant import api, render
 
-        report({"ok": True, "yaml": api.recipe_text(name), "problems": [], "notes": []}, render.family_draft)
+        report({"ok": True, "yaml": api.recipe_text(name), "problems": [], "notes": []}, render.yaml_text)
 
 
 @app.command()

@@ -114,8 +114,8 @@ def _notes(notes: Iterable[str]) -> None:
         err.print(f"[yellow]note[/yellow] {_plain(note)}")
 
 
-def family_draft(document: Mapping[str, Any]) -> None:
-    """Print the draft of a family's YAML as it is."""
+def yaml_text(document: Mapping[str, Any]) -> None:
+    """Print YAML as it is."""
     print(document["yaml"], end="")
 
 

@@ -13,6 +13,9 @@ CONFIG_FILES = ("config.json", "params.json")
 HF_QUANT_CONFIG = "hf_quant_config.json"
 """What ModelOpt's checkpoints say of their quantization beside config.json, or in its place."""
 
+MANIFEST = "requant-manifest.json"
+"""What requant writes beside a checkpoint so that it can be made again."""
+
 MISTRAL_WEIGHTS = "consolidated"
 """What the names of Mistral's own weight files begin with: engines tell from it which config they read."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from requant.checkpoint.faults import Faults
-from requant.checkpoint.names import HF_QUANT_CONFIG, WEIGHT_SUFFIXES, is_hostile, is_private, is_weight_file
+from requant.checkpoint.names import HF_QUANT_CONFIG, MANIFEST, WEIGHT_SUFFIXES, is_hostile, is_private, is_weight_file
 
 if TYPE_CHECKING:
     from requant.checkpoint.store import LocalStore
@@ -14,7 +14,7 @@ _INDEX_SUFFIXES = tuple(f"{suffix}.index.json" for suffix in WEIGHT_SUFFIXES)
 _REWRITTEN = frozenset(
     {
         "config.json",
-        "requant-manifest.json",
+        MANIFEST,
         HF_QUANT_CONFIG,
         "quant_config.json",  # AutoAWQ
         "quantize_config.json",  # AutoGPTQ

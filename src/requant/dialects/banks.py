@@ -18,9 +18,7 @@ from requant.checkpoint.header import TensorRef
 from requant.dialects.recognise import PAYLOADS, Bank, Weight
 from requant.errors import Problem
 from requant.formats import FLOAT_DTYPES
-
-BLOCK = 128
-"""Rows under one row of scales of FP8 blocks."""
+from requant.formats.fp8 import BLOCK
 
 
 class ExpertFacts(NamedTuple):

@@ -15,13 +15,13 @@ import numpy as np
 from requant.checkpoint.fsio import PAGE
 from requant.checkpoint.hashing import TensorHashes
 from requant.checkpoint.layout import CopyRun, header_bytes
-from requant.checkpoint.names import CONFIG_FILES
+from requant.checkpoint.names import CONFIG_FILES, MANIFEST
 from requant.checkpoint.rehearsal import step
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.writer import ShardWriter, copy_file, write_atomically
 from requant.execute.input_scales import InputAmax
 from requant.execute.journal import WORK, Journal
-from requant.execute.manifest import NAME, keep_hashes
+from requant.execute.manifest import keep_hashes
 from requant.execute.scratch import Scratch
 from requant.execute.tiles import job_tiles
 from requant.execute.values import Values
@@ -56,11 +56,9 @@ def write_shards(
 ) -> Values:
     """Write every shard that the journal does not have; return the fate of all converted values.
 
-    With ``hashing`` the hashes of their tensors are kept for the manifest.
-
-    ``amax`` tells the activations' amax where scales of them are written. ``advance`` is told output bytes as they
-    come, from any thread. Whatever interrupts this leaves the shards that are done, named in the journal, and
-    nothing else.
+    With ``hashing`` the hashes of their tensors are kept for the manifest. ``amax`` tells the activations' amax where
+    scales of them are written. ``advance`` is told output bytes as they come, from any thread. Whatever interrupts this
+    leaves the shards that are done, named in the journal, and nothing else.
     """
     open_shards: dict[str, _OpenShard] = {}
     plan.checkpoint.store.read_once = _outgrows_memory(plan)
@@ -123,9 +121,9 @@ def commit(plan: Plan, journal: Journal, manifest: Callable[[], bytes] | None) -
 def finish(plan: Plan, journal: Journal, manifest: Callable[[], bytes] | None) -> None:
     """Put the manifest, the index and config.json in place, in this order, and remove the journal."""
     if manifest is not None:
-        write_atomically(journal.folder / NAME, manifest())
+        write_atomically(journal.folder / MANIFEST, manifest())
     else:
-        (journal.folder / NAME).unlink(missing_ok=True)  # of what has been there before
+        (journal.folder / MANIFEST).unlink(missing_ok=True)  # of what has been there before
     index = index_json(plan)
     if index is not None:
         name, data = index
@@ -165,7 +163,7 @@ def output_files(plan: Plan) -> list[str]:
         *(side.destination for side in plan.side_files),
         *([index] if index else []),
         *plan.files,
-        NAME,
+        MANIFEST,
     ]
 
 

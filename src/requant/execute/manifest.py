@@ -17,6 +17,7 @@ import xxhash
 from requant.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_shard
 from requant.checkpoint.hashing import tensor_hash
 from requant.checkpoint.header import TensorRef
+from requant.checkpoint.names import MANIFEST
 from requant.checkpoint.store import LocalStore
 from requant.checkpoint.strict_json import load_object
 from requant.checkpoint.writer import write_atomically
@@ -27,8 +28,6 @@ from requant.execute.scratch import Scratch
 from requant.execute.workers import run_parallel
 from requant.recipe.recipe import Recipe
 from requant.version import __version__
-
-NAME = "requant-manifest.json"
 
 
 def keep_hashes(folder: Path, shard: str, hashes: Mapping[str, str]) -> None:
@@ -111,7 +110,7 @@ def read_manifest(path: Path) -> dict[str, str]:
         if not (isinstance(tensors, dict) and all(isinstance(digest, str) for digest in tensors.values())):
             raise ValueError("tensors is no table of hashes")
     except (OSError, ValueError, KeyError) as error:
-        raise CallError(Problem("bad-option", f"manifest {path}: {error!r}", remedy=f"name a {NAME}")) from None
+        raise CallError(Problem("bad-option", f"manifest {path}: {error!r}", remedy=f"name a {MANIFEST}")) from None
     return tensors
 
 
