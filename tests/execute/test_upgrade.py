@@ -149,6 +149,13 @@ def test_two_upgrades_are_one(small_k3: Path, tmp_path: Path) -> None:
 
 
 def test_native_experts_get_the_activations_that_engines_want(small_k3: Path, tmp_path: Path) -> None:
+    """vLLM takes its own MXFP4 path with MXFP8 activations declared; TensorRT-LLM wants none."""
+    text = requant.api.recipe_text("kimi-k3-fp8-attention").replace("vllm>=0.28", "TensorRT-LLM>=1.3")
+    (tmp_path / "trt.yaml").write_text(text)
+    folder = shutil.copytree(small_k3, tmp_path / "trt")
+    requant.upgrade(folder, recipe=tmp_path / "trt.yaml")
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [g["input_activations"] for g in groups.values() if g["format"] == "mxfp4-pack-quantized"] == [None]
     folder = shutil.copytree(small_k3, tmp_path / "k3")
     requant.upgrade(folder, recipe="kimi-k3-fp8-attention")
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]

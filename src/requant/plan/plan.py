@@ -186,7 +186,7 @@ def _by_scheme(selected: Mapping[Target, list[Weight]]) -> dict[str, list[Weight
 
 def _wants_native(recipe: Recipe) -> bool:
     """Tell whether kept MXFP4 experts are meant for vLLM: recipes that say nothing else are."""
-    return recipe.name is not None and not (recipe.engine or "").startswith("tensorrt")
+    return recipe.name is not None and not (recipe.engine or "").lower().startswith(("tensorrt", "trt"))
 
 
 def _second_config(checkpoint: Checkpoint, new: Description) -> Mapping[str, bytes]:
