@@ -450,3 +450,66 @@ def test_parts_of_banks_that_miss_each_other(tmp_path: Path) -> None:
     with pytest.raises(requant.CheckpointError) as caught:
         requant.convert(stray, tmp_path / "out", "BF16")
     assert ("orphan-part", name) in {(problem.code, problem.module) for problem in caught.value.problems}
+
+
+def test_an_expert_of_two_banks(tmp_path: Path) -> None:
+    parent = "model.layers.0.mlp.experts"
+    config = {"model_type": "qwen3_5_moe", "hidden_size": HIDDEN, "moe_intermediate_size": INNER}
+    both = normal(1, EXPERTS, 2 * INNER, HIDDEN)
+    tensors = {f"{parent}.gate_up_proj": both, f"{parent}.gate_proj": both[:, :INNER]}
+    folder = write_one(tmp_path / "twice", tensors, config)
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+    found = {(problem.code, problem.module) for problem in caught.value.problems}
+    assert found == {("name-hostile", f"{parent}.{e}.gate_proj") for e in range(EXPERTS)}
+
+
+def test_a_bank_with_the_same_part_twice(tmp_path: Path) -> None:
+    name, scales = "model.layers.0.mlp.experts.down_proj", np.ones((EXPERTS, 1, 1), np.float32)
+    config = {"model_type": "qwen3_5_moe", "hidden_size": HIDDEN, "moe_intermediate_size": INNER}
+    tensors = {name: np.zeros((EXPERTS, HIDDEN, INNER), F8), f"{name}_scale": scales, f"{name}_scales": scales}
+    folder = write_one(tmp_path / "twice", tensors, config)
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+    assert {problem.code for problem in caught.value.problems} == {"unknown-format"}
+
+
+@pytest.mark.parametrize("shape", [(0, HIDDEN, INNER), (10**15, 0, INNER), (10**15, HIDDEN, 0)])
+def test_an_empty_bank_is_not_taken_apart(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    config = {"model_type": "gpt_oss", "hidden_size": HIDDEN, "intermediate_size": INNER}
+    tensors: Arrays = {f"{name}_blocks": np.zeros((*shape[:2], shape[2] // 32, 16), np.uint8)}
+    tensors |= {f"{name}_scales": np.zeros((*shape[:2], shape[2] // 32), np.uint8)}
+    folder = write_one(tmp_path / "codes", tensors, config)
+    with pytest.raises(requant.CheckpointError, match="empty"):
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+    tensors = {name: np.zeros(shape, BF16), "model.layers.0.a.weight": normal(2, 128, 128)}
+    folder = write_one(tmp_path / "values", tensors, config | {"model_type": "qwen3_5_moe"})
+    with pytest.raises(requant.CheckpointError, match="empty"):
+        requant.convert(folder, tmp_path / "out", "FP8_BLOCK")
+    requant.convert(folder, tmp_path / "out", "FP8_BLOCK", ignore=[name])
+    assert read(tmp_path / "out")[name] == read(folder)[name]
+
+
+@pytest.mark.parametrize("shape", [(EXPERTS, 1, INNER), (EXPERTS, 1, 2), (EXPERTS, 1, 4 * INNER)])
+def test_scales_that_do_not_fit_what_lies_transposed(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    source, _, layer = llama_fp8(tmp_path / "source")
+    arrays = {name: array(tensor) for name, tensor in read(source).items()}
+    bank = f"{layer}.feed_forward.experts.gate_up_proj"
+    arrays[f"{bank}_scale"] = np.ones(shape, np.float32)
+    odd = write_one(tmp_path / "odd", arrays, json.loads((source / "config.json").read_text()))
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(odd, tmp_path / "out", "BF16")
+    assert {(problem.code, problem.module) for problem in caught.value.problems} == {("unknown-format", bank)}
+
+
+def test_transposed_codes_that_no_dialect_names_are_converted_or_nothing_is(tmp_path: Path) -> None:
+    source, _, layer = llama_fp8(tmp_path / "source")
+    arrays = {name: array(tensor) for name, tensor in read(source).items()}
+    arrays[f"{layer}.self_attn.q_proj.weight"] = normal(4, HIDDEN, HIDDEN)
+    more = write_one(tmp_path / "more", arrays, json.loads((source / "config.json").read_text()))
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(more, tmp_path / "out", "FP8_BLOCK", ignore=["re:.*experts.*"])
+    assert {(problem.code, problem.remedy) for problem in caught.value.problems} == {
+        ("fused-split", "convert all experts of the layer")
+    }

@@ -81,7 +81,7 @@ class Banks:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, str], dict[str, TensorRef]] = {}
-        self._strange: list[TensorRef] = []
+        self._strange: list[tuple[TensorRef, str]] = []
 
     def add(self, tensor: TensorRef) -> bool:
         """Take a tensor if it is a part of a bank; tell whether it is.
@@ -92,10 +92,12 @@ class Banks:
             match = naming.pattern.fullmatch(tensor.name)
             if match is not None:
                 parent, leaf, part = match.groups()
-                self._known.setdefault((parent, naming.below, leaf), {})[naming.parts[part]] = tensor
+                known = self._known.setdefault((parent, naming.below, leaf), {})
+                if known.setdefault(naming.parts[part], tensor) is not tensor:
+                    self._strange.append((tensor, f"it is beside {known[naming.parts[part]].name}"))
                 return True
         if len(tensor.shape) > 2 and _BELOW_EXPERTS.fullmatch(tensor.name):
-            self._strange.append(tensor)
+            self._strange.append((tensor, "its name is that of no bank known here"))
             return True
         return False
 
@@ -106,8 +108,8 @@ class Banks:
                 yield from _take_apart(f"{parent}.{leaf}", f"{parent}{below}", leaf, parts, facts, recognise)
             except _RefusedError as refused:
                 yield _undivided(f"{parent}.{leaf}", tuple(parts.values()), str(refused))
-        for tensor in self._strange:
-            yield _undivided(tensor.name, (tensor,), "its name is that of no bank known here")
+        for tensor, refusal in self._strange:
+            yield _undivided(tensor.name, (tensor,), refusal)
 
 
 class _RefusedError(Exception):
@@ -131,7 +133,10 @@ def _take_apart(
     tensors = payload, *(part for part in parts.values() if part is not payload)
     experts = payload.shape[0]
     if any(part.shape[:1] != (experts,) for part in tensors) or facts.experts not in (None, experts):
-        raise _RefusedError(f"the numbers of experts disagree: {facts.experts or '?'} in config.json, {experts} here")
+        here = ", ".join(f"{part.name} {list(part.shape)}" for part in tensors)
+        raise _RefusedError(f"the numbers of experts disagree: {facts.experts or '?'} in config.json, here {here}")
+    if not payload.nbytes:
+        raise _RefusedError("it is empty")  # and may have any number of experts without a byte
     whole = facts.order == "interleaved"
     if whole and len(tensors) == 1 and payload.dtype in FLOAT_DTYPES:
         return [_undivided(name, tensors, "", whole=True)]
@@ -198,6 +203,8 @@ def _of_first_expert(
     if transposed:
         if not is_payload and shape[0] != 1:
             raise _RefusedError(f"{part.name} {list(part.shape)}: scales of blocks that lie transposed")
+        if shape[1] != rows:
+            raise _RefusedError(f"{part.name} {list(part.shape)}: not a scale for each of {rows} rows")
         own = rows // leaves, shape[0]
         return suffix, part._replace(
             shape=own, offset=part.offset + place * own[0] * item, nbytes=math.prod(own) * item

@@ -48,7 +48,9 @@ def divide_banks(selection: Selection, renamed: Mapping[str, TensorRef | None]) 
             continue
         why = "engines load its bank as a whole" if bank.whole else "in its bank the experts lie transposed"
         message = f"it would stay as it is, in names that the output does not have or apart from others, but {why}"
-        remedy = "convert all experts of the layer, or ignore all"
+        remedy = "convert all experts of the layer"
+        if bank.whole or not bank.own_names:
+            remedy += ", or ignore all"
         problems[bank.name] = Problem("fused-split", message, weight.module, remedy)
     return BankPlan({name: bank for name, bank in copied.items() if name not in apart}, apart), list(problems.values())
 

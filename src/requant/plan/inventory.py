@@ -10,7 +10,7 @@ import numpy as np
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.header import TensorRef
 from requant.dialects.banks import ACTIVATION_SCALE, Banks, ExpertFacts
-from requant.dialects.recognise import MAYBE_PARTS, PART_SUFFIXES, Recogniser, Weight, stray_scale
+from requant.dialects.recognise import MAYBE_PARTS, PART_SUFFIXES, Bank, Recogniser, Weight, stray_scale
 from requant.errors import Problem
 from requant.families.family import Family, family_of
 from requant.plan.source_config import SourceConfig
@@ -58,14 +58,20 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
     weights: list[Weight] = []
     recognise = Recogniser(partial(_read_shape, checkpoint))
     problems: list[Problem] = []
+    apart: dict[str, Bank | None] = {}
     for found in banks.weights(_expert_facts(source, family or family_of(source.model_types)), recognise):
         if isinstance(found, Problem):
             problems.append(found)
         elif found.module in modules:
             message = f"it is stored by itself, too, beside the bank {found.parts[0].name} in {found.parts[0].shard}"
             problems.append(Problem("name-hostile", message, found.module, "delete one of the two"))
+        elif found.module in apart:
+            banks_of_it = " and ".join(bank.name for bank in (apart[found.module], found.bank) if bank is not None)
+            message = f"it is in two banks, {banks_of_it}"
+            problems.append(Problem("name-hostile", message, found.module, "delete one of the two"))
         else:
             weights.append(found)
+            apart[found.module] = found.bank
     for module, parts in modules.items():
         found = recognise(module, parts)
         if isinstance(found, Problem):
