@@ -513,3 +513,27 @@ def test_transposed_codes_that_no_dialect_names_are_converted_or_nothing_is(tmp_
     assert {(problem.code, problem.remedy) for problem in caught.value.problems} == {
         ("fused-split", "convert all experts of the layer")
     }
+
+
+@pytest.mark.parametrize("make", [llama, llama_fp8, gpt_oss])
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "FP8_DYNAMIC", "NVFP4", "BF16"])
+def test_what_the_plan_says_is_held_is_held(
+    tmp_path: Path, make: Any, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from requant.execute.scratch import Scratch
+
+    if make is llama and scheme == "BF16":
+        pytest.skip("nothing is converted")
+    source, _, _ = make(tmp_path / "source")
+    held, tile = [0], Scratch.tile
+
+    def recorded(self: Scratch, slot: str, dtype: str, rows: int, columns: int) -> Any:
+        found = tile(self, slot, dtype, rows, columns)
+        held.append(sum(buffer.nbytes for buffer in self._buffers.values()))
+        return found
+
+    monkeypatch.setattr(Scratch, "tile", recorded)
+    notes = requant.convert(source, tmp_path / "out", scheme, target=[r"re:.*\.experts\."], workers=1).to_json()["notes"]
+    [note] = [note for note in notes if "lie transposed" in note]
+    said = int(note.split()[-2].replace(",", ""))
+    assert max(held) <= said <= 1.3 * max(held)

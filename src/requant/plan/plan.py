@@ -16,7 +16,7 @@ from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
 from requant.families.family import Family, family_of
-from requant.formats import format_named
+from requant.formats import NUMPY_BITS, format_named
 from requant.plan.banks import divide_banks, into_banks
 from requant.plan.config_edit import edit_config
 from requant.plan.describe import Description, describe
@@ -24,7 +24,7 @@ from requant.plan.disagreements import disagreements
 from requant.plan.fused_groups import fused_members, split_groups
 from requant.plan.input_bound import InputBounds, find_bounds
 from requant.plan.inventory import take_inventory
-from requant.plan.jobs import Job, is_held, make_jobs, must_round, pooled_groups, source_bytes
+from requant.plan.jobs import HELD_BYTES, Job, is_held, make_jobs, must_round, pooled_groups, source_bytes
 from requant.plan.mistral import refusals
 from requant.plan.respell import respelled_parts
 from requant.plan.select import Selection, Target, select
@@ -203,8 +203,26 @@ def _held_experts(jobs: Iterable[Job]) -> list[str]:
     turned = [job for job in jobs if job.into is not None or (job.weight.bank is not None and job.weight.bank.stride)]
     if not turned:
         return []
-    largest = max(math.prod(job.weight.shape) * job.kind.route.widest_item for job in turned)
-    return [f"{len(turned)} experts' weights lie transposed in banks: each worker holds up to {2 * largest:,} bytes"]
+    together: Counter[str] = Counter()
+    for job in turned:
+        if job.kind.route.pools:
+            together[job.group or job.weight.module] += source_bytes(job)
+    largest = max(_buffers(job, together[job.group or job.weight.module]) for job in turned)
+    return [f"{len(turned)} experts' weights lie transposed in banks: each worker holds up to {largest:,} bytes"]
+
+
+def _buffers(job: Job, group: int) -> int:
+    """Return the bytes in which a weight that is not cut into tiles is held, from its source to its target.
+
+    ``group``: those of all parts that are read of what it pools a number with, 0 where it pools none.
+    """
+    weight, route = job.weight, job.kind.route
+    source, target = source_bytes(job), sum(nbytes for _, (_, _, nbytes) in job.kind.outputs)
+    from_bank = weight.bank is not None and weight.bank.stride
+    turned = max(source if from_bank else 0, target if job.into is not None else 0)
+    rounds = route.decodes and (route.exact is None or route.exact.holds is not None)
+    decoded = math.prod(weight.shape) * NUMPY_BITS[route.through].itemsize if rounds else 0
+    return max(source, group if group <= HELD_BYTES else 0) + turned + decoded + target
 
 
 def _too_large(shards: Iterable[ShardPlan], max_bytes: int | None) -> list[str]:
