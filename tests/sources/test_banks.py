@@ -533,7 +533,7 @@ def test_what_the_plan_says_is_held_is_held(
         return found
 
     monkeypatch.setattr(Scratch, "tile", recorded)
-    notes = requant.convert(source, tmp_path / "out", scheme, target=[r"re:.*\.experts\."], workers=1).to_json()["notes"]
-    [note] = [note for note in notes if "lie transposed" in note]
+    result = requant.convert(source, tmp_path / "out", scheme, target=[r"re:.*\.experts\."], workers=1).to_json()
+    [note] = [note for note in result["notes"] if "lie transposed" in note]
     said = int(note.split()[-2].replace(",", ""))
     assert max(held) <= said <= 1.3 * max(held)

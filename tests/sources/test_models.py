@@ -436,3 +436,26 @@ def test_params_json_is_the_last_file_and_says_what_there_is(tmp_path: Path) -> 
             ),
         )
     )
+
+
+@pytest.mark.parametrize("make", [deepseek_v4, lambda: deepseek_v3(E8M0)])
+def test_e8m0_blocks_are_not_mislabelled(tmp_path: Path, make: Callable[[], Model]) -> None:
+    """FP8 blocks that stay as they are have scales that modelopt has no dtype for."""
+    source = written(make(), tmp_path / "source")
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(source, tmp_path / "out", "FP8_BLOCK", dialect="modelopt")
+    assert {problem.code for problem in caught.value.problems} == {"unknown-format"}
+    assert all("compressed-tensors" in problem.remedy for problem in caught.value.problems)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "fp8", "modelopt"])
+def test_a_vector_called_scale_beside_a_weight_stays_one(tmp_path: Path, dialect: Any) -> None:
+    rng = np.random.default_rng(1)
+    tensors = {"layers.0.attn.x.weight": normal(rng, 128, 128), "layers.0.attn.x.scale": normal(rng, 128)}
+    source = written(Model(tensors, {"model_type": "deepseek_v4"}, {}), tmp_path / "source")
+    requant.convert(source, tmp_path / "out", "FP8_BLOCK", dialect=dialect)
+    assert read(tmp_path / "out")["layers.0.attn.x.scale"] == read(source)["layers.0.attn.x.scale"]
+    assert requant.verify(tmp_path / "out", "data", against=source).ok
+    requant.convert(tmp_path / "out", tmp_path / "back", "BF16")
+    assert read(tmp_path / "back").keys() == read(source).keys()

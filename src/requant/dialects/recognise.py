@@ -69,6 +69,9 @@ class Weight(NamedTuple):
 MAYBE_PARTS = ("scale", "qscale_act")
 """Suffixes that parts of a weight may have, and many a vector that is none."""
 
+_SCALES = ("weight_scale", "weight_scale_inv")
+"""What the scales of codes are called in the dialects that are written."""
+
 _CODES = ("U8", "F8_E4M3", "F8_E5M2")
 """Dtypes of weights that mean nothing without a scale."""
 
@@ -96,12 +99,14 @@ class _Found(NamedTuple):
 def stray_scale(parts: Sequence[TensorRef]) -> TensorRef | None:
     """Return the part with a suffix of `MAYBE_PARTS` if it lies beside no codes and is a tensor of its own.
 
-    An E8M0 exponent is none.
+    An E8M0 exponent is none; a vector beside codes that have scales of another name is one.
     """
     scale = next((part for part in parts if part.name.rpartition(".")[2] in MAYBE_PARTS), None)
-    if scale is None or scale.dtype == "F8_E8M0" or any(part.dtype in (*_CODES, "I8") for part in parts):
+    if scale is None or scale.dtype == "F8_E8M0":
         return None
-    return scale
+    suffixes = {part.name.rpartition(".")[2] for part in parts}
+    has_others = len(scale.shape) < 2 and not suffixes.isdisjoint(_SCALES)
+    return scale if has_others or not any(part.dtype in (*_CODES, "I8") for part in parts) else None
 
 
 class Recogniser:

@@ -24,6 +24,11 @@ def respelled_parts(
     problems = []
     for target, weights in selection.respelled.items():
         for weight in weights:
+            if weight.dialect != dialect.name and not _has_names(dialect, weight):
+                dtypes = ", ".join(ref.dtype for ref in weight.parts)
+                message = f"it is {weight.format} already, stored as {dtypes}, for which {dialect.name} has no names"
+                problems.append(Problem("unknown-format", message, weight.module, _elsewhere(dialect)))
+                continue
             if weight.dialect != dialect.name:
                 found.update(_renamed(weight, dialect))
             if weight.inputs and (input_scale.overrides or not target.scheme.stores_input_scale):
@@ -39,6 +44,11 @@ def respelled_parts(
         else:
             found.update(_renamed(weight, dialect))
     return found, problems
+
+
+def _elsewhere(dialect: Dialect) -> str:
+    others = [name for name in OUTPUT_DIALECTS if name != dialect.name]
+    return f"--dialect {' or '.join(others)}, or another scheme"
 
 
 def _has_names(dialect: Dialect, weight: Weight) -> bool:
