@@ -115,7 +115,7 @@ def test_names_that_are_taken_are_not_used(tmp_path: Path) -> None:
     assert requant.verify(tmp_path / "out", "data").ok
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "1e3", "GB", "99999999999999999999TB"])
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "1e3", "GB", "99999999999999999999TB", "9" * 400 + "GB"])
 def test_sizes_that_are_none(tmp_path: Path, text: str) -> None:
     source = checkpoint(tmp_path / "source")
     with pytest.raises(requant.CallError, match="max-shard-size"):

@@ -17,7 +17,7 @@ def parse_size(option: str, text: str | int) -> int:
     if match is not None:
         unit = (match[2] or "").upper()
         power = 1 + _POWERS.index(unit[0]) if unit else 0
-        size = int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power)
+        size = int(min(float(match[1]), 2.0**63) * (1024 if unit.endswith("I") else 1000) ** power)
     if not 0 < size < 2**63:
         raise CallError(Problem("bad-option", f"{option} {text!r} is no size", remedy="as in 50GB, 5GiB, 500MB"))
     return size
