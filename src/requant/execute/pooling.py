@@ -65,7 +65,7 @@ def _amax(job: Job, values: Tile, rows: Rows) -> float:
 
 def nan_or_inf(weight: Weight, row: int, column: int) -> Problem:
     """Return the problem of a value that the target cannot hold."""
-    tensor = weight.parts[0]
+    tensor = weight.parts[0] if weight.bank is None else weight.bank.tensors[0]  # the one that is in the shard
     place = f"[{row}, {column}] of {list(weight.shape)} ({tensor.name} in {tensor.shard})"
     message = f"NaN, Inf, or a value too large for the format, at {place}"
     return Problem("nan-or-inf", message, weight.module, "repair the source, or --ignore this weight and --restart")
