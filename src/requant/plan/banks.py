@@ -62,13 +62,17 @@ def _weights(selection: Selection, *, converted: bool) -> Iterator[Weight]:
     return chain(selection.kept, *selection.already.values(), *selection.respelled.values())
 
 
-def into_banks(jobs: list[Job], family: Family | None, experts: int | None) -> list[Job]:
+def into_banks(
+    jobs: list[Job], family: Family | None, experts: int | None, kept: Iterable[TensorRef]
+) -> tuple[list[Job], list[Problem]]:
     """Send the experts that become unquantized into banks, where the family's engines want them so.
 
-    A bank is made of all experts of a layer or not at all.
+    A bank is made of all experts of a layer or not at all. One that has the name of a tensor that is ``kept`` is a
+    problem.
     """
     if family is None or family.dense_bank is None:
-        return jobs
+        return jobs, []
+    problems: list[Problem] = []
     members = _MEMBERS[family.dense_bank]
     layers: dict[str, dict[tuple[int, int], tuple[int, Job, int]]] = {}
     for place, job in enumerate(jobs):
@@ -76,6 +80,7 @@ def into_banks(jobs: list[Job], family: Family | None, experts: int | None) -> l
         if match is not None and match[3] in members:
             leaf, half, halves = members[match[3]]
             layers.setdefault(f"{match[1]}.{leaf}", {})[int(match[2]), half] = place, job, halves
+    taken = {ref.name: ref for ref in kept if ref.name in layers}
     for name, found in layers.items():
         halves = next(iter(found.values()))[2]
         count = len(found) // halves
@@ -83,9 +88,16 @@ def into_banks(jobs: list[Job], family: Family | None, experts: int | None) -> l
         complete = found.keys() == {(expert, half) for expert in range(count) for half in range(halves)}
         if not complete or len(shapes) > 1 or experts not in (None, count):
             continue
+        if name in taken:
+            _, dtype, shape_there, shard, *_ = taken[name]
+            message = (
+                f"unquantized experts lie in a bank of this name, which {dtype} {list(shape_there)} in {shard} has"
+            )
+            problems.append(Problem("name-hostile", message, name, "delete it, or --ignore the experts"))
+            continue
         rows, columns = shapes.pop()
         shape = count, columns, rows * halves
         for (expert, half), (place, job, _) in found.items():
             first = expert * shape[1] * shape[2] + half * rows
             jobs[place] = job._replace(into=Into(name, shape, first))
-    return jobs
+    return jobs, problems

@@ -63,7 +63,8 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
         if isinstance(found, Problem):
             problems.append(found)
         elif found.module in modules:
-            message = f"it is stored by itself, too, beside the bank {found.parts[0].name} in {found.parts[0].shard}"
+            bank = found.module if found.bank is None else found.bank.name
+            message = f"it is stored by itself, too, beside the bank {bank} in {found.parts[0].shard}"
             problems.append(Problem("name-hostile", message, found.module, "delete one of the two"))
         elif found.module in apart:
             banks_of_it = " and ".join(bank.name for bank in (apart[found.module], found.bank) if bank is not None)

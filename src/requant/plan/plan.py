@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from requant.checkpoint.checkpoint import Checkpoint, gc_paused
+from requant.checkpoint.header import MAX_NAME
 from requant.checkpoint.names import CONFIG_FILES
 from requant.checkpoint.sidefiles import SideFile, side_files
 from requant.dialects import OUTPUT_DIALECTS
@@ -131,13 +133,15 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe, pooled: Mapping[str, floa
     notes = [*checkpoint.notes, *selection.notes, *disagreements(source, inventory.weights)]
     notes += _unused_scale_rule(selection, recipe)
     dialect = OUTPUT_DIALECTS[recipe.dialect]
-    jobs = into_banks(make_jobs(selection, recipe, dialect, source.dtype, groups), family, source.experts)
+    jobs = make_jobs(selection, recipe, dialect, source.dtype, groups)
     problems += must_round(jobs) + refusals(selection, dialect, source)
     renamed, unspoken = respelled_parts(selection, dialect, recipe.input_scale)
     banks, torn = divide_banks(selection, renamed)
     problems += unspoken + torn
-    notes += _held_experts(jobs)
     copies, dropped = kept_tensors(inventory, selection, renamed, banks)
+    jobs, taken = into_banks(jobs, family, source.experts, chain.from_iterable(copies.values()))
+    problems += taken
+    notes += _held_experts(jobs)
     if not problems:
         check_conservation(checkpoint, jobs, copies, dropped, banks)
     inputs = stored_inputs(selection, dialect, recipe.input_scale)
@@ -147,6 +151,7 @@ def _make_plan(checkpoint: Checkpoint, recipe: Recipe, pooled: Mapping[str, floa
         bounds, unbounded = find_bounds(modules, inventory.weights, source)
         problems += unbounded
     shards = lay_out_shards(checkpoint, jobs, copies, inputs, recipe.max_shard_size, in_place)
+    problems += _too_long(shards)
     notes += _too_large(shards, recipe.max_shard_size)
     files: Mapping[str, bytes] = {}
     sides: list[SideFile] = []
@@ -223,6 +228,16 @@ def _buffers(job: Job, group: int) -> int:
     rounds = route.decodes and (route.exact is None or route.exact.holds is not None)
     decoded = math.prod(weight.shape) * NUMPY_BITS[route.through].itemsize if rounds else 0
     return max(source, group if group <= HELD_BYTES else 0) + turned + decoded + target
+
+
+def _too_long(shards: Iterable[ShardPlan]) -> list[Problem]:
+    """Return a problem for every tensor with a name that no header may have: parts have longer ones than weights."""
+    return [
+        Problem("name-hostile", f"a name of {len(name)} characters, over the limit of {MAX_NAME}", name, "--ignore it")
+        for shard in shards
+        for name, *_ in shard.layout.tensors
+        if len(name) > MAX_NAME
+    ]
 
 
 def _too_large(shards: Iterable[ShardPlan], max_bytes: int | None) -> list[str]:
