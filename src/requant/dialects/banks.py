@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -101,10 +101,15 @@ class Banks:
             return True
         return False
 
-    def weights(self, facts: ExpertFacts, recognise: Recognise) -> Iterator[Weight | Problem]:
-        """Yield the weights in all banks; of a bank that cannot be taken apart, the bank itself, or what is wrong."""
+    def weights(self, facts: ExpertFacts, biased: Container[str], recognise: Recognise) -> Iterator[Weight | Problem]:
+        """Yield the weights in all banks; of a bank that cannot be taken apart, the bank itself, or what is wrong.
+
+        ``biased`` are the banks that have a tensor of biases beside them.
+        """
         for (parent, below, leaf), parts in self._known.items():
             try:
+                if f"{parent}.{leaf}" in biased and facts.order != "interleaved":
+                    raise _RefusedError("with biases in another, which would have to be divided, too")
                 yield from _take_apart(f"{parent}.{leaf}", f"{parent}{below}", leaf, parts, facts, recognise)
             except _RefusedError as refused:
                 yield _undivided(f"{parent}.{leaf}", tuple(parts.values()), str(refused))

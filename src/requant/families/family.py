@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -50,6 +50,14 @@ def family_of(model_types: Iterable[str]) -> Family | None:
     """Return the family of a model: that of the first of its ``model_type`` values that one names."""
     by_type = {name: family for family in families().values() for name in family.model_types}
     return next((by_type[name] for name in model_types if name in by_type), None)
+
+
+def family_for(model_types: Iterable[str], given: Family | None) -> Family | None:
+    """Return the facts on a model: those ``given``, where it says nothing of how experts are stored its own family's."""
+    own = family_of(model_types)
+    if given is None or own is None:
+        return given or own
+    return replace(given, dense_bank=given.dense_bank or own.dense_bank, expert_dtype=own.expert_dtype)
 
 
 def family_named(name: str) -> Family:

@@ -15,6 +15,8 @@ from requant.errors import Problem
 from requant.families.family import Family, family_of
 from requant.plan.source_config import SourceConfig
 
+_BIAS = "_bias"
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
@@ -59,7 +61,9 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
     recognise = Recogniser(partial(_read_shape, checkpoint))
     problems: list[Problem] = []
     apart: dict[str, Bank | None] = {}
-    for found in banks.weights(_expert_facts(source, family or family_of(source.model_types)), recognise):
+    biased = {tensor.name.removesuffix(_BIAS) for tensor in others if tensor.name.endswith(_BIAS)}
+    facts = _expert_facts(source, family or family_of(source.model_types))
+    for found in banks.weights(facts, biased, recognise):
         if isinstance(found, Problem):
             problems.append(found)
         elif found.module in modules:

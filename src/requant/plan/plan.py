@@ -17,7 +17,7 @@ from requant.checkpoint.sidefiles import SideFile, side_files
 from requant.dialects import OUTPUT_DIALECTS
 from requant.dialects.recognise import Weight
 from requant.errors import CheckpointError, Problem
-from requant.families.family import Family, family_of
+from requant.families.family import Family, family_for
 from requant.formats import NUMPY_BITS, format_named
 from requant.plan.banks import divide_banks, into_banks
 from requant.plan.config_edit import edit_config
@@ -125,7 +125,7 @@ def make_plan(
 
 def _make_plan(checkpoint: Checkpoint, recipe: Recipe, pooled: Mapping[str, float], in_place: bool) -> Plan:
     source = parse_config(checkpoint.config, checkpoint.config_file)
-    family = recipe.family or family_of(source.model_types)
+    family = family_for(source.model_types, recipe.family)
     inventory = take_inventory(checkpoint, source, family)
     selection = select(inventory.weights, recipe, source.experts)
     groups, faults = fused_members(selection, family, source.model_type, pooled)
