@@ -53,7 +53,7 @@ def family_of(model_types: Iterable[str]) -> Family | None:
 
 
 def family_for(model_types: Iterable[str], given: Family | None) -> Family | None:
-    """Return the facts on a model: those ``given``, where it says nothing of how experts are stored its own family's."""
+    """Return the facts on a model: those ``given``; its own family's on how experts are stored if they are silent."""
     own = family_of(model_types)
     if given is None or own is None:
         return given or own
