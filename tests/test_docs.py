@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -24,6 +26,7 @@ def commands(document: Path) -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.heavy
 def test_every_command_of_the_recipes_page_runs(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
