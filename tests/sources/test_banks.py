@@ -401,6 +401,15 @@ def test_a_wrong_value_in_a_bank_is_found_against_its_source(tmp_path: Path, mak
     assert ".experts.2.down_proj" in found[0]
 
 
+def test_half_of_a_gpt_oss_layer_does_not_stay(tmp_path: Path) -> None:
+    source, _, layer = gpt_oss(tmp_path / "source")
+    with pytest.raises(requant.CheckpointError) as caught:
+        requant.convert(source, tmp_path / "out", "BF16", ignore=["re:.*down_proj"])
+    assert [(problem.code, problem.module) for problem in caught.value.problems] == [
+        ("fused-split", f"{layer}.mlp.experts.down_proj")
+    ]
+
+
 def test_a_layout_that_the_sizes_leave_open_is_refused(tmp_path: Path) -> None:
     bank = normal(1, EXPERTS, 2 * HIDDEN, 2 * HIDDEN)
     config = {"model_type": "qwen3_5_moe", "hidden_size": 2 * HIDDEN, "moe_intermediate_size": HIDDEN}

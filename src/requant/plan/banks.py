@@ -52,6 +52,11 @@ def divide_banks(selection: Selection, renamed: Mapping[str, TensorRef | None]) 
         if bank.whole or not bank.own_names:
             remedy += ", or ignore all"
         problems[bank.name] = Problem("fused-split", message, weight.module, remedy)
+    halved = {name.rpartition(".")[0] for name, bank in apart.items() if bank.whole}
+    for name, bank in copied.items():
+        if bank.whole and name not in apart and name.rpartition(".")[0] in halved:
+            message = "it would stay as it is, and the layer's other bank would not: engines load both in one format"
+            problems[name] = Problem("fused-split", message, name, "convert both, or ignore both")
     return BankPlan({name: bank for name, bank in copied.items() if name not in apart}, apart), list(problems.values())
 
 
