@@ -66,7 +66,7 @@ class Weight(NamedTuple):
     bank: Bank | None = None
 
 
-MAYBE_PARTS = ("scale", "qscale_act")
+MAYBE_PARTS = frozenset({"scale", "qscale_act"})
 """Suffixes that parts of a weight may have, and many a vector that is none."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")

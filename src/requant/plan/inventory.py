@@ -41,14 +41,14 @@ def take_inventory(checkpoint: Checkpoint, source: SourceConfig, family: Family 
     banks = Banks()
     for shard in checkpoint.shards:
         for tensor in shard.tensors:
-            if (len(tensor.shape) > 2 or tensor.name.endswith(ACTIVATION_SCALE)) and banks.add(tensor):
+            if len(tensor.shape) > 2 and banks.add(tensor):
                 continue
             module, _, suffix = tensor.name.rpartition(".")
             if suffix in PART_SUFFIXES and module:
                 modules[module] = (*modules.get(module, ()), tensor)
                 if suffix in MAYBE_PARTS:
                     scaled.append(module)
-            else:
+            elif not (suffix.endswith(ACTIVATION_SCALE) and banks.add(tensor)):
                 others.append(tensor)
     for module in scaled:
         stray = stray_scale(modules[module])

@@ -66,11 +66,12 @@ def select(weights: list[Weight], recipe: Recipe, experts: int | None) -> Select
     for weight in weights:
         rule, reason = chooser.choose(weight)
         if not reason and weight.format and len(weight.shape) == 2:
-            target = targets[id(rule)]
-            if weight.bank is not None and weight.bank.whole:
-                target = decoding[target]
-            turned = weight.bank is not None and weight.bank.stride and weight.format != "dense"
-            if turned or not _is_in(weight, target):
+            target, bank = targets[id(rule)], weight.bank
+            turned = False
+            if bank is not None:
+                target = decoding[target] if bank.whole else target
+                turned = bank.stride > 0 and weight.format != "dense"
+            if turned or not (weight.format == target.format or _is_same_integer(weight, target)):
                 if weight.shape[1] % widths[target] == 0:
                     found.converted[target].append(weight)
                     continue
@@ -151,7 +152,8 @@ class _Chooser:
                 self._used.add(pattern.text)
             elif not linear and not (rule.roles and self._role(module, shape).name in rule.roles):
                 continue
-            self._reached.add(id(rule))
+            if self._recipe.name is not None:
+                self._reached.add(id(rule))
             if rule.scheme is None:
                 return rule, rule.reason
             keep = self._role(module, shape).keep
@@ -198,10 +200,10 @@ class _Chooser:
                 found.problems.append(Problem("target-matches-nothing", message, remedy=remedy))
 
 
-def _is_in(weight: Weight, target: Target) -> bool:
-    """Tell whether a weight lies in the target's format; integers whose group is the whole row have two names."""
-    if weight.format == target.format:
-        return True
+def _is_same_integer(weight: Weight, target: Target) -> bool:
+    """Tell whether a weight lies in the target's format under another name: integers whose group is the whole row."""
+    if not weight.format.startswith("int"):
+        return False
     stored, wanted = PackedInt.named(weight.format), PackedInt.named(target.format)
     if stored is None or wanted is None or stored.group != CHANNEL:
         return False
