@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import requant
@@ -27,6 +29,15 @@ def test_a_recipe_and_the_options_that_it_spells_out_make_the_same_bytes(small_k
     requant.convert(small_k3, tmp_path / "options", "FP8_BLOCK", ignore=demo.IGNORE)
     assert read(tmp_path / "recipe") == read(tmp_path / "options")
     assert (tmp_path / "recipe" / "config.json").read_bytes() == (tmp_path / "options" / "config.json").read_bytes()
+
+
+def test_scales_for_blackwell_are_powers_of_two(small_k3: Path, tmp_path: Path) -> None:
+    requant.convert(small_k3, tmp_path / "out", recipe="kimi-k3-fp8-block-vllm")
+    scales = [tensor for name, tensor in read(tmp_path / "out").items() if name.endswith("weight_scale")]
+    assert len(scales) > 10
+    for scale in scales:
+        mantissas, _ = np.frexp(np.frombuffer(scale.data, ml_dtypes.bfloat16).astype(np.float64))
+        assert scale.dtype == "BF16" and (mantissas == 0.5).all()
 
 
 def test_ordered_rules_roles_and_reasons(small_k3: Path, tmp_path: Path) -> None:
