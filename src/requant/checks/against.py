@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.store import LocalStore
-from requant.checks.pairs import Pair, flat, pair_up, same_bytes, source_of, tiles_of, values
+from requant.checks.pairs import Pair, flat, pair_up, same_bytes, tiles_of, values
 from requant.dialects.recognise import Weight
 from requant.errors import Problem
 from requant.execute.progress import Progress
@@ -27,6 +27,7 @@ from requant.execute.tiles import Rows
 from requant.execute.workers import run_parallel
 from requant.formats import Tile, format_named
 from requant.formats.grid import lost_before
+from requant.plan.source_config import config_if_any
 
 _AGAIN = "convert it again from its source"
 _WIDEST = 32.0
@@ -86,7 +87,7 @@ def check_against(converted: Checkpoint, source: Checkpoint, workers: int, progr
     CheckpointError for weights of either that are not whole.
     """
     pairs = pair_up(source, converted)
-    dtype = source_of(source).dtype
+    dtype = config_if_any(source).dtype
     found = _Findings()
     found.problems += [_counterpart(before, after) for before, after in pairs.apart]
 

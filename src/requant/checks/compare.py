@@ -11,11 +11,12 @@ import numpy as np
 
 from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.store import LocalStore
-from requant.checks.pairs import Pair, Pairs, flat, pair_up, same_bytes, source_of, tiles_of, values
+from requant.checks.pairs import Pair, Pairs, flat, pair_up, same_bytes, tiles_of, values
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.workers import run_parallel
 from requant.families.roles import Templates, role_of
+from requant.plan.source_config import config_if_any
 
 WORST_DB = -999.0
 """The SQNR where there is noise and no signal, or noise without bound (a NaN or Inf on one side only)."""
@@ -87,7 +88,7 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int, progress: Pr
     result = Comparison()
     _note_unmatched(pairs, result)
     lock = threading.Lock()
-    experts = source_of(a).experts
+    experts = config_if_any(a).experts
     templates = Templates()
 
     def measure(pair: Pair, scratch: Scratch) -> None:

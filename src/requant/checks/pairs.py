@@ -17,7 +17,7 @@ from requant.execute.tiles import Rows, read_weight, tile_rows
 from requant.families.family import families, family_of
 from requant.formats import FLOAT_DTYPES, Tile, format_named
 from requant.plan.inventory import take_inventory
-from requant.plan.source_config import NO_CONFIG, SourceConfig, parse_config
+from requant.plan.source_config import config_if_any
 
 _PIECE = 8 << 20
 
@@ -38,11 +38,6 @@ class Pairs:
 
     together: list[Pair] = field(default_factory=list)
     apart: list[tuple[Weight | None, Weight | None]] = field(default_factory=list)
-
-
-def source_of(checkpoint: Checkpoint) -> SourceConfig:
-    """Return what the checkpoint's config.json says; nothing where there is none."""
-    return NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config, checkpoint.config_file)
 
 
 def pair_up(a: Checkpoint, b: Checkpoint) -> Pairs:
@@ -67,7 +62,7 @@ def pair_up(a: Checkpoint, b: Checkpoint) -> Pairs:
 
 def _by_module(checkpoint: Checkpoint) -> dict[str, Weight]:
     """Return all weights by module, and every other tensor as a weight of its own."""
-    source = source_of(checkpoint)
+    source = config_if_any(checkpoint)
     # Of an unknown family the usual order of gate and up in a bank: were it another, the values would not match.
     family = family_of(source.model_types) or families()["generic"]
     inventory = take_inventory(checkpoint, source, family)

@@ -28,7 +28,7 @@ from requant.plan.input_bound import InputBounds, Latent
 from requant.plan.inventory import take_inventory
 from requant.plan.lots import StoredInput
 from requant.plan.plan import Plan
-from requant.plan.source_config import NO_CONFIG, parse_config
+from requant.plan.source_config import config_if_any
 
 InputAmax = Callable[[StoredInput], float]
 
@@ -139,8 +139,7 @@ def _from_path(path: Path) -> dict[str, float]:
     """Return amax by module: out of a JSON file, or of the activation scales of a checkpoint."""
     if path.is_dir():
         with open_checkpoint(path) as checkpoint:
-            source = NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config, checkpoint.config_file)
-            weights = take_inventory(checkpoint, source).weights
+            weights = take_inventory(checkpoint, config_if_any(checkpoint)).weights
             found = {weight.module: _own(checkpoint, weight) for weight in weights if weight.inputs}
         if not found:
             raise CallError(Problem("bad-option", f"input-scale: {path} has no activation scales"))

@@ -43,9 +43,8 @@ def run_job(
                 f"{values.unlike_reference:,} weights are so small that the reference's global scale overflows: they "
                 "were encoded in float32"
             )
-        shards = [shard.name for shard in plan.shards]
         source = source_digest((header.shard, header.digest) for header in plan.checkpoint.shards)
-        wanted = partial(manifest_json, destination, shards, source, plan.recipe, workers, progress)
+        wanted = partial(manifest_json, plan, destination, source, workers, progress)
         commit(plan, journal, wanted if manifest else None)
     return values
 

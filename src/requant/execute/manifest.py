@@ -26,6 +26,7 @@ from requant.execute.journal import WORK
 from requant.execute.progress import Progress
 from requant.execute.scratch import Scratch
 from requant.execute.workers import run_parallel
+from requant.plan.plan import Plan
 from requant.recipe.recipe import Recipe
 from requant.version import __version__
 
@@ -44,24 +45,22 @@ def source_digest(headers: Iterable[tuple[str, str]]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(headers)).encode())
 
 
-def manifest_json(
-    folder: Path, shards: Iterable[str], source: str, recipe: Recipe, workers: int, progress: Progress
-) -> bytes:
-    """Return the manifest of a folder whose ``shards`` are all in place; those without kept hashes are read again."""
+def manifest_json(plan: Plan, folder: Path, source: str, workers: int, progress: Progress) -> bytes:
+    """Return the manifest of a plan's output, all of it in ``folder``; shards without kept hashes are read again."""
     tensors: dict[str, str] = {}
     unread: list[str] = []
-    for shard in shards:
-        piece = _piece(folder, shard)
+    for shard in plan.shards:
+        piece = _piece(folder, shard.name)
         if piece.is_file():
             tensors.update(load_object(piece.read_bytes()))
         else:
-            unread.append(shard)
+            unread.append(shard.name)
     if unread:
         tensors.update(_read_hashes(folder, unread, workers, progress))
     document = {
         "requant": __version__,
         "source": source,
-        "recipe": _reproducible(recipe),
+        "recipe": _reproducible(plan.recipe),
         "tensors": dict(sorted(tensors.items())),
     }
     return json.dumps(document, indent=1).encode() + b"\n"

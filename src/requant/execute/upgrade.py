@@ -154,9 +154,8 @@ def run_upgrade(upgrade: Upgrade, workers: int, progress: Progress, *, manifest:
         values = write_shards(left, journal, scales, workers, advance, hashing=manifest)
     if HF_QUANT_CONFIG not in plan.files:
         (folder / HF_QUANT_CONFIG).unlink(missing_ok=True)
-    shards = [shard.name for shard in plan.shards]
     source = source_digest((name, digests[0]) for name, digests in record["shards"].items())
-    wanted = partial(manifest_json, folder, shards, source, plan.recipe, workers, progress)
+    wanted = partial(manifest_json, plan, folder, source, workers, progress)
     finish(plan, journal, wanted if manifest else None)
     return values
 

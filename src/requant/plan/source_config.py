@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from requant.checkpoint.checkpoint import Checkpoint
 from requant.checkpoint.strict_json import load_object
 from requant.errors import CallError, CheckpointError, Problem
 from requant.formats import FLOAT_DTYPES
@@ -125,6 +126,11 @@ def parse_config(raw: bytes | None, file: str = "config.json") -> SourceConfig:
             raise _broken(f"{_key(file)}: {complaint}", file)
         return SourceConfig(raw, value, quantization, file)
     return SourceConfig(raw, value, {}, file)
+
+
+def config_if_any(checkpoint: Checkpoint) -> SourceConfig:
+    """Return what a checkpoint's config says; nothing where there is none."""
+    return NO_CONFIG if checkpoint.config is None else parse_config(checkpoint.config, checkpoint.config_file)
 
 
 def _key(file: str) -> str:
